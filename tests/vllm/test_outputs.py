@@ -19,8 +19,17 @@ pytestmark = [pytest.mark.alone, pytest.mark.full(seconds=70), pytest.mark.timeo
 COMPLETIONS, TOKENS = 20, 48
 # Of logits, relative to the largest: float32 sums in another order.
 TOLERANCE = 2e-5
-# Of bfloat16's rms error with a pool, over that without one.
+# Of bfloat16's error with a pool, over that without one.
 MOST_OF_BF16 = 1.05
+
+
+def median_error(logits: np.ndarray, exact: np.ndarray) -> float:
+    """Of the prompts, the median distance from float32's logits.
+
+    Where another expert is chosen for want of a bit a prompt is some ten times as far off, with a pool or without; of
+    200 prompts a handful are, and they alone would make out a root mean square.
+    """
+    return float(np.median(np.linalg.norm(logits - exact, axis=-1)))
 
 
 def prompts(seed: int, count: int = COMPLETIONS) -> list[list[int]]:
@@ -65,8 +74,10 @@ def test_in_bfloat16_a_pool_is_as_near_to_float32_as_stock_is(version: str, tmp_
     stock = generate(version, folder, asked, 1, plugins="", dtype="bfloat16").logits
     with pool_of(folder) as cluster:
         found = generate(version, folder, asked, 1, cluster=cluster, dtype="bfloat16").logits
-    errors = [float(np.sqrt(np.mean((made - exact) ** 2))) for made in (found, stock)]
-    assert errors[0] <= MOST_OF_BF16 * errors[1], f"seed {seed}: rms errors with a pool and without: {errors}"
+    errors = [median_error(made, exact) for made in (found, stock)]
+    assert errors[0] <= MOST_OF_BF16 * errors[1], (
+        f"seed {seed}: median errors with a pool and without: {errors}"
+    )
 
 
 def test_a_quantized_checkpoint_is_as_near_to_the_weights_it_stands_for_as_those_in_bfloat16_are(
@@ -87,8 +98,7 @@ def test_a_quantized_checkpoint_is_as_near_to_the_weights_it_stands_for_as_those
     # Stock has kernels for the experts of such a checkpoint on CPUs with AMX alone.
     with pool_of(folder) as cluster:
         found = generate(newest, folder, asked, 1, cluster=cluster, dtype="bfloat16").logits
-    # Of the prompts the median: where another expert is chosen for want of a bit, an error says nothing of weights.
-    errors = [float(np.median(np.linalg.norm(made - exact, axis=-1))) for made in (found, usual)]
+    errors = [median_error(made, exact) for made in (found, usual)]
     print(f"seed {seed}: median errors with a pool and without: {errors}")
     assert errors[0] <= 1.1 * errors[1], f"seed {seed}: median errors with a pool and without: {errors}"
 
