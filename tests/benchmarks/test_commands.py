@@ -122,6 +122,15 @@ def test_trace_accounts_for_a_steps_time_lane_by_lane(
     assert "tiny, batch 2, 1 servers" in capsys.readouterr().out
 
 
+def test_trace_shows_steps_that_compute_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--shape", "tiny", "--rounds", "1", "--results", str(tmp_path), "--threads", "1"]
+    trace.main([*options, "--batch", "1", "--servers", "0", "--prefill", "600"])
+    [row] = lines(tmp_path, "trace")
+    [lane] = row["lanes_us"]
+    assert row["prefill"] == 600 and 0 < sum(lane.values()) < row["step_us"]["max"]
+    assert "tiny, batch 1, 0 servers, prompts of 600: " in capsys.readouterr().out
+
+
 @pytest.mark.full(seconds=9)
 def test_recovery_times_each_phase_of_a_replacement(tmp_path: Path) -> None:
     make_model("tiny", "qwen3_moe", tmp_path / "tiny", seed=1)
