@@ -321,6 +321,7 @@ def prepare(options: WorkerOptions, ending: Ending, closing: contextlib.ExitStac
             step_tokens=options.step_tokens,
             max_running=options.max_running,
             background_rows=options.background_rows,
+            prefill_share=options.prefill_share,
             drafts=drafts,
             fingerprint=f"{checkpoint.fingerprint}:{kernels}",
             kv_blocks=kv_blocks,

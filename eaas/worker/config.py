@@ -67,6 +67,13 @@ class EngineOptions(Options):
         metavar="ROWS",
         least=1,
     )
+    prefill_share: float = option(
+        0.5,
+        "Least part of the speed of prompts alone that they keep beside requests that generate. As long as it leaves "
+        "them more, a step with prompts takes at most twice as long as one without; 1: it has as many rows as it may.",
+        above=0,
+        most=1,
+    )
     pool_weight: int = option(
         1,
         "Part that rows of these attention workers have at CPU expert servers which others want more of than they can "

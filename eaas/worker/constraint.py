@@ -79,17 +79,8 @@ class Constraint:
     """
 
     __slots__ = (
-        "_busy",
-        "_drafts",
-        "_early",
-        "_ends",
-        "_masks",
-        "_matcher",
-        "_queue",
-        "fault",
-        "made",
-        "mask",
-    )
+        "_busy", "_drafts", "_early", "_ends", "_forced", "_masks", "_matcher", "_queue", "fault", "made", "mask",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -114,6 +105,7 @@ class Constraint:
         self.fault = ""
         self.made = 0
         self._drafts: list[int] = []
+        self._forced: list[int] = []
         self._matcher = matcher
         self._queue = work
         self._ends = ends
@@ -137,6 +129,7 @@ class Constraint:
         """
         matcher = self._matcher
         self._early -= 1
+        self._forced = self._forced[1:] if self._forced[:1] == [token] else []
         try:
             if not matcher.consume_token(token):
                 self.fault = _message(matcher)
@@ -148,11 +141,13 @@ class Constraint:
 
     def forced(self) -> list[int]:
         """The tokens that come next where the grammar lets one text alone follow: as a tokenizer would cut it."""
-        try:
-            return [] if self.fault else self._matcher.deep_copy().compute_ff_tokens()
-        except BaseException as error:  # as in `compute`
-            self.fault = f"{_BROKEN}: {_short(str(error))}"
-            return []
+        # Of a long text only the first are asked for at once, and the others are still the same then.
+        if not self._forced and not self.fault:
+            try:
+                self._forced = self._matcher.deep_copy().compute_ff_tokens()
+            except BaseException as error:  # as in `compute`
+                self.fault = f"{_BROKEN}: {_short(str(error))}"
+        return self._forced
 
     def look(self, drafts: Sequence[int]) -> list[int]:
         """Have the next mask made, and after it those behind each of the drafts that may come.
@@ -162,13 +157,15 @@ class Constraint:
         """
         if self.fault:
             return []
-        # What is only guessed must neither change the matcher nor break it.
-        try:
-            valid = self._matcher.deep_copy().validate_tokens(list(drafts)) if drafts else 0
-        except BaseException:  # as in `compute`; of the matcher itself its next mask will tell
-            log.exception("drafts_not_judged")
-            valid = 0
-        self._drafts = list(drafts[:valid])
+        self._drafts = list(drafts)
+        if self._drafts != self._forced[: len(drafts)]:
+            # What is only guessed must neither change the matcher nor break it.
+            try:
+                valid = self._matcher.deep_copy().validate_tokens(self._drafts)
+            except BaseException:  # as in `compute`; of the matcher itself its next mask will tell
+                log.exception("drafts_not_judged")
+                valid = 0
+            del self._drafts[valid:]
         self._busy.acquire()
         self._queue.put(self)
         return self._drafts

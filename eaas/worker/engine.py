@@ -308,6 +308,7 @@ class Engine:
         took_s = self._clock() - began_s
         self.busy_s += took_s
         self.computed += len(plan.token_ids) - (speculation.wrong - wrong)
+        self.scheduler.step_time.took(len(plan.token_ids), took_s)
         if speculation.most and len(plan.requests) == len(plan.token_ids):
             speculation.took(len(plan.token_ids), took_s)
         return outcome

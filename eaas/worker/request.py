@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -155,3 +155,22 @@ class Request:
             return prompt[start:stop]
         generated = self.output[max(0, start - len(prompt)) : stop - len(prompt)]
         return np.concatenate((prompt[start:], np.array(generated, dtype=np.int32)))
+
+
+class Chunk(NamedTuple):
+    """Tokens `start` to `stop` - 1 of a request's context, or of its prompt."""
+
+    request: Request
+    start: int
+    stop: int
+
+    @property
+    def rows(self) -> int:
+        """How many these are."""
+        return self.stop - self.start
+
+    def prompt_logprobs(self) -> Chunk:
+        """The tokens of the prompt whose log-probabilities these rows give first: each row those of the next."""
+        request = self.request
+        last = min(self.stop + 1, len(request.prompt))
+        return Chunk(request, min(max(self.start + 1, request.prompt_scored), last), last)

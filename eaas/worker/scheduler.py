@@ -1,10 +1,10 @@
 """Which rows the next engine step computes. Pure: one `plan` and one `complete` (or `abandon`) make a step.
 
-Continuous batching: every request that generates has one row in every step; what is left of the step's token
-budget goes to prompts, in chunks, in order of admission; then to waiting requests, by priority and in order of
-arrival, as long as their blocks can be had. When blocks run out, the youngest running request of the last priority
-gives up its own and waits again: what it has emitted stays; prompt and output are computed again later, with
-the same bits.
+Continuous batching: every request that generates has one row in every step; what is left of the step's token budget,
+or as much of it as those can bear (eaas.worker.step_time), goes to prompts, in chunks, in order of admission; then to
+waiting requests, by priority and in order of arrival, as long as their blocks can be had. When blocks run out, the
+youngest running request of the last priority gives up its own and waits again: what it has emitted stays; prompt and
+output are computed again later, with the same bits.
 
 Where several tenants want more than there is, each has its weight's part of the tokens (eaas.worker.shares): the one
 that is owed most is admitted first, has the step's budget first, and is preempted last. Within a tenant it is as above.
@@ -31,34 +31,16 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from eaas.worker.blocks import BlockPool, next_digest, root_digest
-from eaas.worker.request import Flow, Refused, Request, TokenArray
+from eaas.worker.request import Chunk, Flow, Refused, Request, TokenArray
 from eaas.worker.shares import Flows, has_room, reckoned_tokens
 from eaas.worker.speculate import Speculation
+from eaas.worker.step_time import StepTime, rows_beside
 
 BACKGROUND_PART = 20
 # Rows of others for each in the background in the same step, which it makes longer.
 BACKGROUND_BESIDE = 4
 # So many steps without a request that is not in the background, and those that are have the steps for themselves.
 QUIET_STEPS = 1000
-
-
-class Chunk(NamedTuple):
-    """Tokens `start` to `stop` - 1 of a request's context, or of its prompt."""
-
-    request: Request
-    start: int
-    stop: int
-
-    @property
-    def rows(self) -> int:
-        """How many these are."""
-        return self.stop - self.start
-
-    def prompt_logprobs(self) -> Chunk:
-        """The tokens of the prompt whose log-probabilities these rows give first: each row those of the next."""
-        request = self.request
-        last = min(self.stop + 1, len(request.prompt))
-        return Chunk(request, min(max(self.start + 1, request.prompt_scored), last), last)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,6 +105,7 @@ class SchedulerConfig:
         max_running: Most requests with blocks; `step_tokens` caps it, so that each has a row in every step.
         max_waiting: Requests in the queue; one more is refused as overloaded.
         background_rows: Most rows of a step for requests in the background while others come.
+        prefill_share: Least part of the speed of prompts alone that they keep beside requests that generate.
         prompt_logprobs_rows: Prompt tokens whose log-probabilities one step computes, about: each is a row of logits.
         drafts: Most tokens that are guessed ahead of a request (eaas.worker.speculate); 0: none ever.
         fingerprint: Names the model's weights and dtype; blocks are only shared under the same one.
@@ -136,6 +119,7 @@ class SchedulerConfig:
     max_running: int = 256
     max_waiting: int = 4096
     background_rows: int = 4
+    prefill_share: float = 0.5
     fingerprint: str = ""
     prompt_logprobs_rows: int = 512
     drafts: int = 0
@@ -189,7 +173,8 @@ class Scheduler:
         self._may_drop = np.zeros(slots, np.uint8)
         self._droppers = self._routed = 0
         self._decode_slots: TokenArray | None = None
-        self.speculation = Speculation(config.drafts)
+        self.step_time = StepTime(config.step_tokens)
+        self.speculation = Speculation(config.drafts, config.step_tokens)
         self._drafted = False  # whether the step has rows for drafts
         # Of the step between `plan` and `complete`: requests that generate, their slots, and chunks of prompts.
         self._in_flight: tuple[list[Request], TokenArray, list[Chunk]] | None = None
@@ -302,6 +287,8 @@ class Scheduler:
         self._grow()
         ahead = self._ahead() if self._background else self._decoding
         budget = self.config.step_tokens - len(ahead)
+        if ahead and budget > 0 and len(self._live) > len(self._decoding):
+            budget = rows_beside(self.step_time, len(ahead), budget, self.config.prefill_share)
         self._begun, self.rests, self._drafted = [], False, False
         chunks = self._chunks(budget) if budget > 0 else []
         decoding, slots = self._decoding, self._decode_slots
@@ -320,7 +307,7 @@ class Scheduler:
             if not len(slots):
                 return None
             self._in_flight = decoding, slots, chunks
-            rows = sum(1 + len(request.drafts) for request in decoding) if self.speculation.most else 0
+            rows = sum(1 + len(request.drafts) for request in decoding) if self.speculation.out else 0
             self._drafted = len(decoding) < rows <= self.config.step_tokens
             if self._drafted:
                 return self._with_drafts(decoding, slots)
@@ -509,7 +496,7 @@ class Scheduler:
                     self._take_block(request)
                 else:
                     self.preempt_youngest()
-        for request in self._decoding if self.speculation.most else ():
+        for request in self._decoding if self.speculation.out else ():
             room = len(request.blocks) * block_tokens - request.computed - 1
             while room < len(request.drafts) and self.pool.free > len(self._decoding):
                 self._take_block(request)

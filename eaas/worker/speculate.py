@@ -6,8 +6,9 @@ nothing a client sees tells whether there were drafts. They come from what the r
 (prompt lookup), or from its grammar, where that leaves one way to go on.
 
 A draft costs a row, which makes the step longer by what `StepTime` has learned, and saves a step's part with the
-chance that drafts of its kind have had: it is made only where that raises the tokens a second of all requests together.
-Where it does not, one is tried from time to time, for at most PROBING of the time.
+chance that guesses of its kind have had, whether or not they were drafts: it is made only where that raises the tokens
+a second of all requests together. Looking for guesses costs time too: where none is made again and again, they are
+looked for ever more seldom.
 """
 
 from __future__ import annotations
@@ -15,46 +16,95 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from eaas.worker.request import Request, TokenArray
+from eaas.worker.step_time import StepTime
 
 # Tokens that must be the same before a place where the output may go on as it did there. Where LONG are, it mostly
 # does.
 GRAM, LONG = 3, 8
 # Tokens of a prompt that are remembered: its last.
 MOST_TOLD = 1 << 14
-# Kinds of drafts, and the chance that each has to begin with.
+# Kinds of guesses, and the chance that each has to begin with.
 FORCED, COPIED, ALIKE = range(3)
 CHANCES = (0.9, 0.8, 0.3)
-# How fast what a request was right about, and what all were, displaces what was thought before.
-OWN, ALL = 1 / 8, 1 / 64
-# A draft must raise the tokens a second by so much of its own cost: rows also cost time between steps.
+# How fast a guess that was right or wrong displaces what was thought of a request, and a request what of others.
+OWN, ALL = 1 / 8, 1 / 4
+# Drafts must raise the tokens a second by more than so much of what they cost: rows also cost time between steps.
 MARGIN = 1.1
-PROBING = 0.005
+# Part of the time for drafts that do not seem to pay: what they cost may have been learned on a bad day.
+PROBING = 0.002
+# After so many steps with drafts, one after another, there is one without, so that they are held against what is true.
+MOST_STREAK = 50
+# After so many looks in vain one token is left out between two, after twice as many two, up to the longest pause; a new
+# request begins with what others have learned, but within a shorter one.
+LOOKS, LONGEST_PAUSE, FIRST_PAUSE = 8, 32, 8
 # Steps without drafts after one with them ended for want of experts.
 STILL_STEPS = 4096
 _SHIFT = 20  # bits of a token; beyond, two sequences may look alike, which costs a wrong guess
+
+
+class Patience:
+    """How often it is worth to look for guesses of one sort, by the length of the output.
+
+    Attributes:
+        vain: Looks of which nothing came, one after another.
+    """
+
+    __slots__ = ("_next", "vain")
+
+    def __init__(self, vain: int) -> None:
+        """Args: vain: what others have seen."""
+        self.vain = min(vain, LOOKS * FIRST_PAUSE)
+        self._next = self.vain // LOOKS
+
+    def due(self, said: int) -> bool:
+        """Whether to look after so many tokens."""
+        return said >= self._next
+
+    def nothing(self, said: int) -> None:
+        """A look after so many tokens was in vain."""
+        self.vain += 1
+        self._next = said + 1 + min(self.vain // LOOKS, LONGEST_PAUSE)
+
+    def something(self) -> None:
+        """A guess was right."""
+        self.vain //= 2
+        self._next = 0
 
 
 class Lookup:
     """Where a request has said, or was told, what it has said last.
 
     Attributes:
-        chances: Of each kind, that the next draft of it is right.
-        kind: Of the drafts that are out.
+        chances: Of each kind, that the next guess of it is right.
+        kind: Of the guess that was made last.
         said: How much of the output is known here.
+        patience: Of each kind, how often to look for it.
+        untried: A guess of the token that comes after those known, where it is no draft, after its kind; None: there is
+            none.
     """
 
-    __slots__ = ("_at", "_gram", "_places", "_tokens", "chances", "kind", "said")
+    __slots__ = ("_at", "_gram", "_places", "_tokens", "chances", "kind", "patience", "said", "untried")
 
-    def __init__(self, prompt: TokenArray, chances: Sequence[float]) -> None:
-        """Args: chances: of each kind, as long as nothing is known of this request."""
+    def __init__(self, prompt: TokenArray, chances: Sequence[float], vain: Sequence[int] = (0, 0)) -> None:
+        """Args: chances, vain: of others, as long as nothing is known of this one: asking a grammar, and looking."""
         self.chances, self.kind = list(chances), FORCED
+        self.untried: tuple[int, int] | None = None
+        copying = Patience(vain[1])
+        self.patience = Patience(vain[0]), copying, copying
         self._tokens: list[int] = []
         self._places: dict[int, int] = {}
         self._gram = self._at = self.said = 0
         self._take(prompt[-MOST_TOLD:].tolist())
 
     def follow(self, output: Sequence[int]) -> None:
-        """Take what was added to the output since the last time."""
+        """Take what was added to the output since the last time, and learn from a guess that was no draft."""
+        if self.untried is not None and self.said < len(output):
+            kind, token = self.untried
+            right = output[self.said] == token
+            self.chances[kind] += OWN * (right - self.chances[kind])
+            if right:
+                self.patience[kind].something()
+        self.untried = None
         self._take(output[self.said :])
         self.said = len(output)
 
@@ -81,61 +131,27 @@ class Lookup:
         self._gram, self._at = gram, at if at >= GRAM else 0
 
 
-class StepTime:
-    """How long steps take by their rows: a line through those seen, the last most."""
-
-    def __init__(self) -> None:
-        # Sums over the steps: of weights, rows, seconds, rows * rows and rows * seconds.
-        self._weight = self._rows = self._s = self._rows2 = self._rows_s = 0.0
-        # Until steps of two sizes were seen, a row is thought to take a quarter of a step of one.
-        self._line = 3.0, 1.0
-
-    def took(self, rows: int, seconds: float) -> None:
-        """A step of so many rows took so long. One that waited for something else counts little."""
-        if self._weight:
-            seconds = min(seconds, 3 * self.of(rows))
-        kept = 0.99
-        self._weight = kept * self._weight + 1
-        self._rows = kept * self._rows + rows
-        self._s = kept * self._s + seconds
-        self._rows2 = kept * self._rows2 + rows * rows
-        self._rows_s = kept * self._rows_s + rows * seconds
-        mean, mean_s = self._rows / self._weight, self._s / self._weight
-        varied = self._rows2 / self._weight - mean * mean
-        share = self._line[1] / (self._line[0] + self._line[1] * mean)
-        if varied > 0.01:
-            share = (self._rows_s / self._weight - mean * mean_s) / varied / mean_s
-        # A row costs something, and no more than its even part.
-        a_row = mean_s * min(max(share, 0.02 / mean), 1 / mean)
-        self._line = mean_s - a_row * mean, a_row
-
-    @property
-    def a_row_s(self) -> float:
-        """By how much one more row makes a step longer."""
-        return self._line[1]
-
-    def of(self, rows: int) -> float:
-        """How long a step of so many rows takes."""
-        return self._line[0] + self._line[1] * rows
-
-
 class Speculation:
     """The drafts of one scheduler's requests.
 
     Attributes:
         most: Tokens guessed ahead of a request; 0: none.
+        out: Whether any request has drafts, as they were chosen last.
         drafted, accepted: Tokens that were guessed and computed, and those that were right.
     """
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, rows: int) -> None:
+        """Args: rows: most of a step."""
         self.drafted = self.accepted = 0
-        self.most = most
+        self.most, self.out = most, False
         self._lookups: dict[Request, Lookup] = {}
-        self._time = StepTime()
+        self._time = StepTime(rows)
         self._chances = list(CHANCES)
-        # Seconds that may be lost on drafts that are likely wrong.
+        # Looks in vain, as they were when requests ended.
+        self._vain = 0, 0
+        # Seconds that may be lost on drafts that do not seem to pay.
         self._spare_s = 0.0
-        self._still = 0
+        self._streak = self._still = 0
 
     @property
     def wrong(self) -> int:
@@ -147,33 +163,38 @@ class Speculation:
 
         Of one whose grammar forbids some of them, fewer will do.
         """
-        offers: list[tuple[float, int, int]] = []
-        guesses: list[list[int]] = []
+        self.out = False
         for request in requests:
-            request.drafts = []
+            if request.drafts:
+                request.drafts = []
         if self._still:
             self._still -= 1
             return
+        offers: list[tuple[float, int, int]] = []
+        guesses: dict[int, list[int]] = {}
         for number, request in enumerate(requests):
             guess, rate = self._guess(request)
-            guesses.append(guess)
-            chance = rate
-            for ahead in range(len(guess)):
-                offers.append((chance, -ahead, number))
-                chance *= rate
-        time_, rows, taken = self._time, len(requests), 0
-        made, cost_s = float(rows), MARGIN * time_.a_row_s
+            if guess:
+                guesses[number] = guess
+                offers += [(rate ** (1 + ahead), -ahead, number) for ahead in range(len(guess))]
+        self._streak += 1
+        if not offers or not self._time.known or self._streak > MOST_STREAK:
+            self._streak = 0
+            return
         offers.sort(reverse=True)
-        while taken < len(offers) and offers[taken][0] * time_.of(rows) > cost_s * made:
-            made += offers[taken][0]
-            rows += 1
-            taken += 1
-        if not taken and offers and self._spare_s >= time_.a_row_s:
-            taken = 1
-            self._spare_s -= time_.a_row_s
-        for _, _, number in offers[:taken]:
+        for _, _, number in offers[: self._worth([chance for chance, _, _ in offers], len(requests))]:
             drafts = requests[number].drafts
             drafts.append(guesses[number][len(drafts)])
+            self.out = True
+        self._streak *= self.out
+        for number, guess in guesses.items():
+            request = requests[number]
+            if request.drafts:
+                continue
+            lookup = self._lookups[request]
+            lookup.patience[lookup.kind].nothing(len(request.output))
+            if lookup.kind != FORCED:
+                lookup.untried = lookup.kind, guess[0]
 
     def judged(self, request: Request, right: int) -> None:
         """Learn from the drafts of a request, of which the first `right` were what was chosen."""
@@ -181,40 +202,70 @@ class Speculation:
         self.accepted += right
         lookup = self._lookups[request]
         kind = lookup.kind
+        if right:
+            lookup.patience[kind].something()
         for found in [1.0] * right + [0.0] * (right < len(request.drafts)):
             lookup.chances[kind] += OWN * (found - lookup.chances[kind])
-            self._chances[kind] += ALL * (found - self._chances[kind])
 
     def took(self, rows: int, seconds: float) -> None:
         """A step of so many rows, each of which gave logits, took so long."""
         self._time.took(rows, seconds)
-        self._spare_s = min(self._spare_s + PROBING * seconds, 2 * self._time.a_row_s)
+        self._spare_s += PROBING * seconds
 
     def lost(self, requests: Sequence[Request]) -> None:
         """A step of these ended for want of experts, which may be wanted by drafts alone: make none for a while."""
-        self._still = STILL_STEPS
+        self._still, self.out = STILL_STEPS, False
         for request in requests:
             request.drafts = []
 
     def forget(self, request: Request) -> None:
         """A request has ended."""
-        self._lookups.pop(request, None)
+        lookup = self._lookups.pop(request, None)
+        if lookup is not None:
+            self._vain = lookup.patience[FORCED].vain, lookup.patience[COPIED].vain
+            for kind, chance in enumerate(lookup.chances):
+                self._chances[kind] += ALL * (chance - self._chances[kind])
 
     # -- inside ----------------------------------------------------------------------------------------------
 
+    def _worth(self, chances: Sequence[float], rows: int) -> int:
+        """How many drafts, with these chances to be kept, are best for a step of so many rows without."""
+        time, made, best = self._time, float(rows), 0
+        calm_s = time.of(rows)
+        fastest = made / calm_s
+        for count, chance in enumerate(chances, 1):
+            made += chance
+            speed = made / (calm_s + MARGIN * (time.of(rows + count) - calm_s))
+            if speed > fastest:
+                best, fastest = count, speed
+        more_s = time.of(rows + 1) - calm_s
+        if best or self._spare_s < more_s:
+            return best
+        self._spare_s = 0.0
+        return 1
+
     def _guess(self, request: Request) -> tuple[list[int], float]:
         """Tokens that may come next, and the chance of each if those before it were right."""
-        params = request.params
-        room = min(self.most, params.max_tokens - len(request.output) - 1)
-        # What was noted, or left out, for a row that is then not kept would be told of the request. Those in the
-        # background may have few rows.
-        if room <= 0 or params.drop_lost_experts or params.wants_routing or request.share.background:
-            return [], 0.0
+        params, output = request.params, request.output
+        said = len(output)
         lookup = self._lookups.get(request)
         if lookup is None:
-            lookup = self._lookups[request] = Lookup(request.prompt, self._chances)
-        lookup.follow(request.output)
-        lookup.kind = FORCED
-        forced = [] if request.constraint is None else request.constraint.forced()[:room]
-        guess = forced or lookup.guess(room)
+            # What was noted, or left out, for a row that is then not kept would be told of the request. Those in the
+            # background may have few rows.
+            if params.drop_lost_experts or params.wants_routing or request.share.background:
+                return [], 0.0
+            lookup = self._lookups[request] = Lookup(request.prompt, self._chances, self._vain)
+        constraint, room = request.constraint, min(self.most, params.max_tokens - said - 1)
+        forcing, copying, _ = lookup.patience
+        if constraint is not None and room > 0 and forcing.due(said):
+            if forced := constraint.forced()[:room]:
+                lookup.kind = FORCED
+                return forced, lookup.chances[FORCED]
+            forcing.nothing(said)
+        if room <= 0 or not copying.due(said):
+            return [], 0.0
+        lookup.follow(output)
+        guess = lookup.guess(room)
+        if not guess:
+            copying.nothing(said)
         return guess, lookup.chances[lookup.kind]

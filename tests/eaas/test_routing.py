@@ -26,7 +26,11 @@ class World(test_engine_bits.World):
         made = decoder_world.World.make(SPEC, SEED)
         self.runner = made.decoder(lanes=lanes, kv_blocks=blocks, max_rows=step_tokens)
         config = EngineConfig(
-            max_model_len=SPEC.max_model_len, step_tokens=step_tokens, kv_blocks=blocks, vocab=SPEC.vocab
+            max_model_len=SPEC.max_model_len,
+            step_tokens=step_tokens,
+            kv_blocks=blocks,
+            vocab=SPEC.vocab,
+            prefill_share=1.0,
         )
         self.engine = Engine(self.runner.decoder, config)
         self.tokens: dict[str, list[int]] = {}

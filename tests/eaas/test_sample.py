@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from eaas.worker.protocol import SamplingParams
-from eaas.worker.request import Request
+from eaas.worker.request import Chunk, Request
 from eaas.worker.sample import DeviceSamples, Refusal, Samples, SlotSampler, bits_of
-from eaas.worker.scheduler import Chunk, StepPlan
+from eaas.worker.scheduler import StepPlan
 from tests.eaas.sampling import Sampler, SamplingRow
 
 VOCAB = 50
