@@ -23,13 +23,15 @@ TOLERANCE = 2e-5
 MOST_OF_BF16 = 1.05
 
 
-def median_error(logits: np.ndarray, exact: np.ndarray) -> float:
-    """Of the prompts, the median distance from float32's logits.
+def median_ratio(found: np.ndarray, stock: np.ndarray, exact: np.ndarray) -> float:
+    """Of the prompts, the median of how far off one's logits are over how far off the other's are.
 
     Where another expert is chosen for want of a bit a prompt is some ten times as far off, with a pool or without; of
-    200 prompts a handful are, and they alone would make out a root mean square.
+    200 prompts a handful are, and they alone would make out a root mean square. Drawn anew from the same 200, this
+    median varies by 1% (standard deviation), the ratio of two medians by 2%, that of two root mean squares by up to 8%.
     """
-    return float(np.median(np.linalg.norm(logits - exact, axis=-1)))
+    errors = [np.linalg.norm(logits - exact, axis=-1) for logits in (found, stock)]
+    return float(np.median(errors[0] / errors[1]))
 
 
 def prompts(seed: int, count: int = COMPLETIONS) -> list[list[int]]:
@@ -74,10 +76,8 @@ def test_in_bfloat16_a_pool_is_as_near_to_float32_as_stock_is(version: str, tmp_
     stock = generate(version, folder, asked, 1, plugins="", dtype="bfloat16").logits
     with pool_of(folder) as cluster:
         found = generate(version, folder, asked, 1, cluster=cluster, dtype="bfloat16").logits
-    errors = [median_error(made, exact) for made in (found, stock)]
-    assert errors[0] <= MOST_OF_BF16 * errors[1], (
-        f"seed {seed}: median errors with a pool and without: {errors}"
-    )
+    ratio = median_ratio(found, stock, exact)
+    assert ratio <= MOST_OF_BF16, f"seed {seed}: the error with a pool is {ratio:.3f} of that without"
 
 
 def test_a_quantized_checkpoint_is_as_near_to_the_weights_it_stands_for_as_those_in_bfloat16_are(
@@ -98,9 +98,9 @@ def test_a_quantized_checkpoint_is_as_near_to_the_weights_it_stands_for_as_those
     # Stock has kernels for the experts of such a checkpoint on CPUs with AMX alone.
     with pool_of(folder) as cluster:
         found = generate(newest, folder, asked, 1, cluster=cluster, dtype="bfloat16").logits
-    errors = [median_error(made, exact) for made in (found, usual)]
-    print(f"seed {seed}: median errors with a pool and without: {errors}")
-    assert errors[0] <= 1.1 * errors[1], f"seed {seed}: median errors with a pool and without: {errors}"
+    ratio = median_ratio(found, usual, exact)
+    print(f"seed {seed}: the error with a pool is {ratio:.3f} of that without")
+    assert ratio <= 1.1, f"seed {seed}: the error with a pool is {ratio:.3f} of that without"
 
 
 def test_the_plug_in_alone_changes_nothing(version: str, tmp_path: Path) -> None:
