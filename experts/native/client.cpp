@@ -31,7 +31,7 @@ void adopt_locked(ExpertClient* client) {
     }
     if (client->in_call) return;
     client->adopted_epoch.store(client->routes.epoch);
-    for (uint32_t i = 0; i < EXPERTS_MAX_SERVERS; i++)
+    for (uint32_t i : client->attached())
         if (client->servers[i].leaving.load()) vacate(client, i);
 }
 

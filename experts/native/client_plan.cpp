@@ -437,7 +437,7 @@ void plan_first(ExpertClient* client, uint64_t now_ns) {
     const uint32_t total = client->call.n * client->shape.top_k;
     // A plan that ran out of memory left its scratch half used.
     clear_counts(plan);
-    for (std::vector<uint32_t>& list : plan.list) list.clear();
+    for (uint32_t server : client->attached()) plan.list[server].clear();
     forget_refusals(plan);
     plan.doubts.clear();
     plan.pair_state.assign(total, PAIR_OPEN);

@@ -89,6 +89,7 @@ struct ExpertServer {
     std::atomic<uint64_t> lease_ns{UINT64_MAX};
     std::atomic<bool> stopped{false};
     experts::Client clients[EXPERT_SERVER_MAX_CLIENTS];
+    uint32_t places = 0;  // of clients, up to the last that was ever taken: weights push the others out of the caches
     std::vector<experts::Expert> experts;  // [layers][experts]
     std::vector<uint8_t> doubtful;         // of each: it gave a row that is not finite
     std::atomic<bool> any_doubtful{false};
@@ -294,8 +295,8 @@ bool collect(ExpertServer* server, uint64_t now_ns) {
     server->groups.clear();
     Client* waiting[EXPERT_SERVER_MAX_CLIENTS];
     uint32_t count = 0, pairs = 0;
-    for (uint32_t i = 0; i < EXPERT_SERVER_MAX_CLIENTS; i++) {
-        Client& client = server->clients[(server->next_client + i) % EXPERT_SERVER_MAX_CLIENTS];
+    for (uint32_t i = 0; i < server->places; i++) {
+        Client& client = server->clients[(server->next_client + i) % server->places];
         if (!client.attached || !find_request(client)) continue;
         waiting[count++] = &client;
         client.again = false;
@@ -554,9 +555,8 @@ P2P_API int32_t expert_server_add_client(ExpertServer* server, const ClientLink*
     Turn turn(server);
     for (uint32_t i = 0; i < EXPERT_SERVER_MAX_CLIENTS; i++) {
         if (server->clients[i].attached) continue;
-        server->clients[i] = Client{};
-        server->clients[i].link = *link;
-        server->clients[i].attached = true;
+        server->clients[i] = {.attached = true, .link = *link};
+        server->places = std::max(server->places, i + 1);
         return int32_t(i);
     }
     return EXPERT_SERVER_E_FULL;
