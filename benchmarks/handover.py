@@ -1,10 +1,12 @@
 """What handing rows over to expert servers costs: microseconds a layer of dispatch and combine with empty experts.
 
-Shape S with experts of inner size 1, so that their arithmetic is nil and all experts stay in the cache, and with a
-vocabulary of 512, so that the head does not drown what is measured; the lanes have real attention layers to compute
-between two calls. A step over real server processes, less a step with the same experts in
-process, is what the hand-over costs: packing rows, signals, waking, waiting, copying replies. Both engines run the
-same steps in turn; each step over servers is compared with the median step in process of its own round.
+Shape S with experts of inner size 1, so that their arithmetic is nil, and with a vocabulary of 512, so that the head
+does not drown what is measured; the lanes have real attention layers to compute between two calls. Of each expert
+chosen one tile is still read, 98 KB: in process by all lanes together, on servers by the lanes of the one that has
+it, so that 1x1 and 2x1 show more than their hand-over where memory is slow. A step over real server processes, less a
+step with the same experts in process, is what the hand-over costs: packing rows, signals, waking, waiting, copying
+replies. Both engines run the same steps in turn; each step over servers is compared with the median step in process
+of its own round.
 
     python -m benchmarks.handover --pools 1x1,1x2,2x1,4x1,8x1
 """
