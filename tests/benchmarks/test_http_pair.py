@@ -38,7 +38,7 @@ def test_ratios_are_of_paired_rounds_and_waits_of_all_streams(tmp_path: Path) ->
     seed = time.time_ns()
     rng = np.random.default_rng(seed)
     gap_s = rng.uniform(0.01, 0.1, size=3)
-    times = {"eaas": gap_s, "vllm": 3 * gap_s}
+    times = {"eaas": gap_s, "vllm": 3 * gap_s[::-1]}
 
     def round_of(gap: float) -> list[StreamRecord]:
         at_s = [0.0 + gap * (i + 1) for i in range(5)]
@@ -46,9 +46,12 @@ def test_ratios_are_of_paired_rounds_and_waits_of_all_streams(tmp_path: Path) ->
 
     came = {name: [round_of(gap) for gap in gaps] for name, gaps in times.items()}
     found = http_pair.result(came, 5)
-    for field in ("ratio_decoding", "ratio"):
-        least, most = found[field]["min"], found[field]["max"]
-        assert least <= found[field]["median"] <= most, f"seed {seed}"
+    # Half a second passes between the last token and the end.
+    wholes = (5 * times["vllm"] + 0.5) / (5 * times["eaas"] + 0.5)
+    assert found["ratio"]["median"] == pytest.approx(np.median(wholes), rel=1e-3), f"seed {seed}"
+    assert found["ratio"]["max"] == pytest.approx(np.max(wholes), rel=1e-3), f"seed {seed}"
+    decoding = (4 * times["vllm"] + 0.5) / (4 * times["eaas"] + 0.5)
+    assert found["ratio_decoding"]["min"] == pytest.approx(np.min(decoding), rel=1e-3), f"seed {seed}"
     assert found["ttft_ms"]["vllm"]["p50"] == pytest.approx(3e3 * np.median(gap_s), rel=1e-3), f"seed {seed}"
     assert found["itl_ms"]["eaas"]["p50"] == pytest.approx(1e3 * np.median(gap_s), rel=1e-3), f"seed {seed}"
     facts = {"version": "0.32.0", "dtype": "bfloat16", "bind": "0-1", "preload": ""}
