@@ -292,7 +292,9 @@ async def _on_fault(request: Request, error: Exception) -> Response:
 
 def create_app(gateway: Gateway, root_path: str = "") -> FastAPI:
     """The ASGI application of one gateway. Args: root_path: where clients find it, as its own description says."""
+    # Traces are the gateway's own (eaas.spans): FastAPI would look for a tracer at each request.
     app = FastAPI(
+        telemetry={"tracing": False, "metrics": False, "logs": False, "operation_spans": False},
         title="EaaS", version=gateway.version, lifespan=gateway.lifespan, docs_url=None, redoc_url=None,
         redirect_slashes=False, servers=[{"url": root_path}] if root_path else None,
     )  # fmt: skip

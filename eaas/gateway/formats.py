@@ -169,6 +169,11 @@ class Format(ABC):
     def end(self, usage: Usage) -> bytes:
         """What ends a stream in which nothing went wrong."""
 
+    def around(self, index: int) -> tuple[bytes, bytes] | None:
+        """What stands before and after the text, as JSON, in an event that is one piece of text of a choice and nothing
+        else; None where there is more to such events."""
+        return None
+
     def failure(self, reply: ErrorReply) -> bytes:
         """What ends a stream that failed."""
         return error_event(reply.body())
@@ -255,6 +260,10 @@ class ChunkFormat(Format):
         self._plain_end = self.after + b',"logprobs":null,"finish_reason":null' + self._token_end
         self._starts = [self.opening + b'{"index":%d,' % index + self.before for index in range(choices)]
         return self
+
+    def around(self, index: int) -> tuple[bytes, bytes] | None:
+        """The templates of its choice, where they alone are around the text."""
+        return (self._starts[index], self._plain_end) if self._usage.now is None else None
 
     def event(self, delta: Delta) -> bytes:
         """The event of one piece of text."""

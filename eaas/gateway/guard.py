@@ -51,6 +51,7 @@ class Connection(HttpToolsProtocol):
     bounds: ClassVar[GatewayConfig] = GatewayConfig()
 
     _running: RequestResponseCycle | None = None
+    _on_gone: Callable[[], None] | None = None
     timed_out = False  # the client took nothing for too long, and the kernel ended it
 
     # Of the message that comes in: what was received of it beside its body, and of that the headers; the head is open
@@ -76,9 +77,9 @@ class Connection(HttpToolsProtocol):
         return type(cls.__name__, (cls,), {"bounds": replace(bounds, max_connections=connections)})
 
     @classmethod
-    def of(cls, scope: Scope) -> Connection | None:
-        """The connection of a request; None under another server."""
-        return scope.get("state", {}).get(_CONNECTION)
+    def of(cls, scope: Scope) -> Connection:
+        """The connection of a request."""
+        return scope["state"][_CONNECTION]
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """asyncio: a client is here, and TLS is agreed."""
@@ -219,6 +220,18 @@ class Connection(HttpToolsProtocol):
         if running is not None and not running.response_complete:
             running.disconnected = True
             running.message_event.set()
+            if self._on_gone is not None:
+                self._on_gone()
+
+    def when_gone(self, act: Callable[[], None] | None) -> None:
+        """Call this, once the whole request has been read, should its client go before it has been answered: at once
+        if it has gone already. None: nothing more. A task that waits for that would cost more than all else of it.
+        """
+        self._on_gone = act
+        if act is not None:
+            self.flow.resume_reading()
+            if self._running is not None and self._running.disconnected:
+                act()
 
     def write_chunk(self, data: bytes) -> bool:
         """Write one chunk of a body of unknown length.
@@ -232,6 +245,11 @@ class Connection(HttpToolsProtocol):
         chunked = running is None or running.chunked_encoding
         self.transport.write(b"%x\r\n%b\r\n" % (len(data), data) if chunked else data)
         return True
+
+    @property
+    def has_all(self) -> bool:
+        """Whether the request that is being answered has come whole."""
+        return self._running is not None and not self._running.more_body
 
     async def drained(self) -> None:
         """Return when the client has read most of what was written, or has gone."""
@@ -361,7 +379,8 @@ async def json_body(request: Request, limit_bytes: int, timeout_s: float) -> byt
         raise too_large
     body = bytearray()
     try:
-        async with asyncio.timeout(timeout_s):
+        # Most bodies have come with their heads: then nothing is waited for, and a timer costs more than the reading.
+        async with asyncio.timeout(None if Connection.of(request.scope).has_all else timeout_s):
             async for chunk in request.stream():
                 body += chunk
                 if len(body) > limit_bytes:

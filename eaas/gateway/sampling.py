@@ -67,13 +67,16 @@ def settle_logprobs(wanted: ChatRequest | CompletionRequest, *, vocab: int, most
         setattr(wanted, name, min(asked, vocab))
 
 
-def sampling_params(wanted: ChatRequest | CompletionRequest, limit: int, vocab: int) -> SamplingParams:
+def sampling_params(
+    wanted: ChatRequest | CompletionRequest, limit: int, vocab: int, bad_tokens: tuple[tuple[int, ...], ...]
+) -> SamplingParams:
     """The engine's parameters, with the seed 0 where the client gave none: each prompt then has one drawn for it,
     so that a replay repeats its draws.
 
     Args:
         limit: Tokens that a choice may generate.
         vocab: Token ids are below it.
+        bad_tokens: Sequences that are not in the output.
 
     Raises:
         ApiError: parameters that cannot hold together.
@@ -104,6 +107,7 @@ def sampling_params(wanted: ChatRequest | CompletionRequest, limit: int, vocab: 
         grammar=wanted.grammar,
         logit_bias=wanted.biases,
         allowed_token_ids=allowed,
+        bad_tokens=bad_tokens,
         prompt_logprobs=max(wanted.prompt_count, wanted.echo_count),
         routed_from=(wanted.routed_experts_prompt_start or 0) if wanted.return_routed_experts else -1,
         **given,

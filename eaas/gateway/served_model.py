@@ -182,6 +182,8 @@ class ServedModel:
         Raises:
             ApiError: a word has no tokens.
         """
+        if not words:
+            return ()
         words = list(dict.fromkeys(word.lstrip() for word in words))
         encode = self.tokenizer.encode
 

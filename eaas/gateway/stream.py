@@ -97,7 +97,6 @@ class Exchange:
         self._work, self._model, self._pool = work, model, pool
         self.metrics = pool.metrics
         self._on_close = on_close
-        self._loop = asyncio.get_running_loop()
         wanted, self.identity = work.wanted, identity
         # Two clients may choose the same name, and one response be made twice: within this process each has its own.
         self.own_id = f"{work.format.prefix}{identity.drawn}-{uuid.uuid4().hex[:8]}"
@@ -109,7 +108,7 @@ class Exchange:
             _keep_nothing  # awaited when the response has ended well, before that is said
         )
         self._changed = asyncio.Event()
-        self._listener: asyncio.Task[None] | None = None
+        self._connection: Connection | None = None
         self._closed = False
         self._account: Account | None = None
         self._reserved = 0
@@ -183,8 +182,9 @@ class Exchange:
         """
         self.key_name = key_name_of(request.scope)
         self._reserve(account_of(request.scope))
-        self._listener = self._loop.create_task(self._listen(request))
         self.begin()
+        self._connection = Connection.of(request.scope)
+        self._connection.when_gone(self._on_gone)
         for one in before:
             # Not before this one is told by the same runs.
             one.leave()
@@ -279,7 +279,7 @@ class Exchange:
 
     def last_events(self, error: ErrorReply | None) -> bytes:
         """What ends a stream, which failed or did not."""
-        events = self._events()
+        events = self.generation.events or self._events()
         if error is not None:
             # Without an id, so that the last one is that of an event that can be gone on behind.
             return events.failure(error)
@@ -304,8 +304,8 @@ class Exchange:
             return
         self._closed = True
         self._pool.cancel(self._sequences)
-        if self._listener is not None:
-            self._listener.cancel()
+        if self._connection is not None:
+            self._connection.when_gone(None)
         if self._account is not None:
             self._account.settle(self._reserved, self.used(), time.monotonic())
         self._on_close()
@@ -325,18 +325,11 @@ class Exchange:
             made = max(0, made - sum(self._seen.position.counts))
         return 0 if error is not None and error.status >= 500 and not made else self.prompt_tokens + made
 
-    async def _listen(self, request: Request) -> None:
-        while True:
-            message = await request.receive()
-            if message["type"] == "http.disconnect":
-                break
-        if not self._closed:
-            # At once, not when the response next wakes: the worker frees the blocks within one step.
-            self.metrics.disconnects += 1
-            connection = Connection.of(request.scope)
-            if connection is not None and connection.timed_out:
-                self.metrics.slow_readers += 1
-            self.leave()
+    def _on_gone(self) -> None:
+        # At once, not when the response next wakes: the worker frees the blocks within one step.
+        self.metrics.disconnects += 1
+        self.metrics.slow_readers += self._connection is not None and self._connection.timed_out
+        self.leave()
 
 
 async def _keep_nothing() -> None:
@@ -378,24 +371,16 @@ class EventStream(Response):
             except TimeoutError:
                 error = CLIENT_STALLED
                 self._exchange.metrics.slow_readers += 1
-                if connection is not None:
-                    connection.cut()
-                    await connection.drained()
+                connection.cut()
+                await connection.drained()
             status = 200 if error is None else error.status
         finally:
             self._exchange.close()
             if self.on_end is not None:
                 self.on_end(status)
 
-    async def _send_events(self, send: Send, connection: Connection | None) -> ErrorReply | None:
+    async def _send_events(self, send: Send, connection: Connection) -> ErrorReply | None:
         exchange, generation = self._exchange, self._exchange.generation
-
-        def write(event: bytes) -> None:
-            if connection is None or not connection.write_chunk(event):
-                generation.write = None
-                generation.chunks.append(event)
-                generation.on_change()
-
         while True:
             # What is taken here must be sent before anything is written past it.
             generation.write = None
@@ -407,16 +392,17 @@ class EventStream(Response):
                 if error is None:
                     await exchange.keep()
                 body += exchange.last_events(error)
-            async with asyncio.timeout(self._stall_s):
+            # Who reads at once is not waited for, and a timer costs more than the write.
+            waits = connection.flow.write_paused or generation.full
+            async with asyncio.timeout(self._stall_s if waits else None):
                 if body or ended:
                     await send({"type": "http.response.body", "body": body, "more_body": not ended})
                 if generation.full and not ended:
-                    if connection is not None:
-                        await connection.drained()
+                    await connection.drained()
                     generation.full = False
                     exchange.resume()
             if ended:
                 return error
             if not generation.ready:
-                generation.write = write
+                generation.write = connection.write_chunk
                 await exchange.wait()

@@ -13,6 +13,7 @@ from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+import msgspec
 import numpy as np
 
 from eaas.gateway.errors import ErrorReply
@@ -23,6 +24,7 @@ from eaas.gateway.stops import StopMatcher
 from eaas.worker.protocol import RoutedExperts
 
 Alternatives = Sequence[tuple[int, float]]
+_encode = msgspec.json.encode
 
 # Events that a slow reader's stream keeps, some 300 tokens; the connection's own buffers come before them.
 HELD_BYTES = 1 << 16
@@ -66,8 +68,10 @@ class Generation:
         pieces: What became visible, where it is not streamed.
         chunks: Events of a stream that the response has yet to take.
         full: HELD_BYTES of them lay there, and ``on_full`` was called; whoever has taken them sets it back.
+        events: Event templates under the present numerics classes; None: they are yet to be made.
         ids: Gives the events of a stream their ids; None: they have none.
-        write: Takes each new event at once, past ``chunks``; None while the response is at work itself.
+        write: Takes each new event at once, past ``chunks``, or says False; None while these are to be taken first, or
+            the response is at work itself.
     """
 
     def __init__(
@@ -85,13 +89,15 @@ class Generation:
         self.dropped = False  # computed without some experts that were lost, as the client allowed
         self.on_change = on_change
         self._make_events, self._on_full = make_events, on_full
-        self._events: Format | None = None
+        self.events: Format | None = None
         self._opened = False
         self._held_bytes = 0
         self.full = False
         self.ids: EventIds | None = None
         self.chunks: list[bytes] = []
-        self.write: Callable[[bytes], None] | None = None
+        self.write: Callable[[bytes], bool] | None = None
+        # What stands around a text in an event of the only choice; None where there is more to its events.
+        self._around: tuple[bytes, bytes] | None = None
 
     @property
     def completion_tokens(self) -> int:
@@ -112,14 +118,27 @@ class Generation:
         """Note a numerics class that takes part in the answer; later events name it too."""
         if numerics_class not in self.numerics_classes:
             self.numerics_classes = (*self.numerics_classes, numerics_class)
-        self._events = None
+        self.events = self._around = None
 
     def experts_dropped(self) -> None:
         """Note that from here on terms of lost experts are missing; later events say so."""
         self.dropped = True
-        self._events = None
+        self.events = self._around = None
         if self.ids is not None and self.ids.behind:
             self.fail(not_resumable("It was computed with all experts, of which some are lost now.").reply)
+
+    def write_text(self, text: str, tokens: int) -> bool:
+        """Take a text that is all that became visible of the only choice, which has so many tokens, if its event can be
+        written at once; False: it is to be shown. Most events go this way: they cost as little as can be."""
+        around, write, ids = self._around, self.write, self.ids
+        if around is None or write is None or not (ids is None or ids.seen is None):
+            return False
+        event = around[0] + _encode(text) + around[1]
+        if ids is not None:
+            event = ids.of_token(tokens) + event
+        if not write(event):
+            self._keep(event)
+        return True
 
     def show(self, piece: Delta) -> None:
         """Take what became visible of a choice; in a stream write its event, if that can be done at once."""
@@ -130,25 +149,31 @@ class Generation:
             if piece.ending is not None and self.open_choices == 0:
                 self.on_change()
             return
-        events = self._events or self._open(self._make_events)
+        events = self.events or self._open(self._make_events)
         if piece.text or piece.logprobs or piece.tokens:
             event = events.event(piece)
         else:
             event = b"" if piece.ending is None else events.event(Delta(piece.index, "", ending=piece.ending))
         if self.ids is not None and event:
             event = self.ids.of(piece.index, event)
-        if self.write is not None and self.open_choices and event:
-            self.write(event)
-        elif event or piece.ending is not None or self.chunks:
-            self.chunks.append(event)
-            self._held_bytes += len(event)
-            if self._held_bytes > HELD_BYTES and not self.full and self.open_choices:
-                self.full = True
-                self._on_full()
-            self.on_change()
+        if self.write is not None and self.open_choices and event and self.write(event):
+            return
+        if event or piece.ending is not None or self.chunks:
+            self._keep(event)
+
+    def _keep(self, event: bytes) -> None:
+        # Nothing is written past what waits.
+        self.write = None
+        self.chunks.append(event)
+        self._held_bytes += len(event)
+        if self._held_bytes > HELD_BYTES and not self.full and self.open_choices:
+            self.full = True
+            self._on_full()
+        self.on_change()
 
     def _open(self, make_events: Callable[[], Format]) -> Format:
-        events = self._events = make_events()
+        events = self.events = make_events()
+        self._around = events.around(0) if len(self.choices) == 1 else None
         if not self._opened:
             self._opened = True
             first = b"".join(events.first(index) for index in range(len(self.choices)))
@@ -244,7 +269,8 @@ class Choice:
             if text:
                 offset = self._shown
                 self._shown = offset + len(text)
-                generation.show(Delta(self.index, text, None, offset))
+                if not generation.write_text(text, self.tokens):
+                    generation.show(Delta(self.index, text, None, offset))
             return False
         if self.echo is not None and self._show_echo(self.echo):
             return True

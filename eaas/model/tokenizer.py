@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import codecs
-import contextlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -78,7 +77,7 @@ class Tokenizer:
         decoder = pipeline.get("decoder") or {}
         self._byte_level = decoder.get("type") == "ByteLevel"
         self._byte_fallback = '"ByteFallback"' in json.dumps(decoder)
-        self._whole_texts: dict[int, str] = {}
+        self._known: dict[int, str | bytes] = {}
         self.most_bytes: int | None = None
         if self._byte_level and pipeline.get("normalizer") is None and not any(map(_strips, added.values())):
             names = rust.get_vocab(with_added_tokens=True)
@@ -178,7 +177,7 @@ class Tokenizer:
         """
         skipped = self._special - shown if skip_special else frozenset[int]()
         if self._byte_level:
-            shared = self._whole_texts if skip_special and not shown else {}
+            shared = self._known if skip_special and not shown else {}
             return _ByteLevelDetokenizer(self._rust, skipped, shared)
         return _WindowDetokenizer(self._rust, skipped, self._byte_fallback)
 
@@ -218,30 +217,39 @@ def _strips(added: Any) -> bool:
 class _ByteLevelDetokenizer:
     """Exact and cheap: each token is bytes, and Python keeps an incomplete character back.
 
-    Most tokens are whole characters: their texts are looked up once and kept, for all sequences together.
+    Tokens are looked up once and kept, for all sequences together: most are whole characters, the others bytes.
     """
 
-    def __init__(self, rust: RustTokenizer, skipped: frozenset[int], whole_texts: dict[int, str]) -> None:
+    def __init__(self, rust: RustTokenizer, skipped: frozenset[int], known: dict[int, str | bytes]) -> None:
         self._rust = rust
         self._skipped = skipped
-        self._whole_texts = whole_texts
+        self._known = known
         self._incomplete = False
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token: int) -> str:
-        if not self._incomplete:
-            text = self._whole_texts.get(token)
-            if text is not None:
-                return text
+        known = self._known.get(token)
+        if known is None:
+            known = self._look_up(token)
+        if isinstance(known, str):
+            if not self._incomplete:
+                return known
+            known = known.encode()
+        text = self._utf8.decode(known)
+        self._incomplete = bool(self._utf8.getstate()[0])
+        return text
+
+    def _look_up(self, token: int) -> str | bytes:
         name = None if token in self._skipped else self._rust.id_to_token(token)
         if name is None:
             return ""
         raw = _bytes_of(name)
-        with contextlib.suppress(UnicodeDecodeError):
-            self._whole_texts[token] = raw.decode()
-        text = self._utf8.decode(raw)
-        self._incomplete = bool(self._utf8.getstate()[0])
-        return text
+        try:
+            known = raw.decode()
+        except UnicodeDecodeError:
+            known = raw
+        self._known[token] = known
+        return known
 
     def flush(self) -> str:
         return self._utf8.decode(b"", final=True)

@@ -6,11 +6,13 @@ from __future__ import annotations
 
 import json
 import os
+import random
+import re
 import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any
@@ -18,8 +20,8 @@ from typing import Any
 import httpx
 import pytest
 
-from eaas.gateway.event_ids import Identity
-from eaas.gateway.formats import ResponseHead, StreamUsage
+from eaas.gateway.event_ids import EventIds, Identity
+from eaas.gateway.formats import Format, ResponseHead, StreamUsage
 from eaas.gateway.openai_format import ChatFormat, CompletionFormat
 from eaas.gateway.output_reader import Reading
 from eaas.gateway.output_styles import HERMES
@@ -140,6 +142,54 @@ def test_what_a_slow_reader_holds_is_bounded() -> None:
     generation.full = False
     choice.token(ord("a"), "", None, ())
     assert calls == ["full"], "it counts from what was taken"
+
+
+@pytest.mark.parametrize("resumable", [False, True])
+@pytest.mark.parametrize("shape", [CompletionFormat, ChatFormat])
+def test_a_stream_says_the_same_whether_its_client_reads_at_once_or_late(
+    shape: type[CompletionFormat | ChatFormat], resumable: bool
+) -> None:
+    seed = time.time_ns()
+    source = random.Random(seed)
+    text = "".join(source.choice('ab"\\\né\u2028') for _ in range(60))
+
+    def said(reads: Callable[[], bool]) -> bytes:
+        def events() -> Format:
+            by = "+".join(generation.numerics_classes)
+            head = ResponseHead(id="x", identity=Identity(drawn="", created=1), model="m", fingerprint=by)
+            return shape().events(head, 1, StreamUsage())
+
+        generation = Generation(lambda: None, events)
+        if resumable:
+            generation.ids = EventIds(generation.choices, None)
+            generation.ids.prefix = b"sealed."
+        choice = Choice(
+            generation=generation, index=0, detokenizer=Letters(), matcher=None, min_tokens=0, names=None
+        )
+        written = b""
+
+        def write(event: bytes) -> bool:
+            nonlocal written
+            taken = reads()
+            written += event if taken else b""
+            return taken
+
+        for number, letter in enumerate(text):
+            if number == 40:
+                generation.computed_by("another")
+            choice.token(ord(letter), "", None, ())
+            if reads():
+                written += generation.take()
+                generation.write = write
+        choice.end("length")
+        return written + generation.take()
+
+    late = said(lambda: False)
+    assert late.count(b"data: ") == len(text) + 1 + (shape is ChatFormat)
+    ids = re.findall(rb"^id: (.*)$", late, re.MULTILINE)
+    assert len(ids) == len(set(ids)) == (late.count(b"data: ") if resumable else 0)
+    assert said(lambda: True) == late, f"seed {seed}"
+    assert said(lambda: source.random() < 0.7) == late, f"seed {seed}"
 
 
 def test_text_that_is_held_back_wakes_nobody() -> None:
