@@ -372,11 +372,12 @@ class Scheduler:
             emitted.append(self._emit(request, token, row))
             row += 1
         going: dict[Request, None] = {}
+        looks = self.speculation.looks
         for made in emitted:
             if made.finish:
                 made.request.finish = made.finish
                 self._end(made.request)
-            elif (self.speculation.most or made.request.constraint is not None) and made.token >= 0:
+            elif (looks or made.request.constraint is not None) and made.token >= 0:
                 going[made.request] = None
         if going:
             self._look_ahead([request for request in going if request.slot >= 0])
@@ -693,7 +694,7 @@ class Scheduler:
 
     def _look_ahead(self, going: Sequence[Request]) -> None:
         """Choose the drafts of requests for which tokens were chosen, and have the masks of their grammars made."""
-        if self.speculation.most:
+        if self.speculation.looks:
             self.speculation.draft(going)
         for request in going:
             if request.constraint is not None:

@@ -27,48 +27,48 @@ MOST_TOLD = 1 << 14
 FORCED, COPIED, ALIKE = range(3)
 CHANCES = (0.9, 0.8, 0.3)
 # How fast a guess that was right or wrong displaces what was thought of a request, and a request what of others.
-OWN, ALL = 1 / 8, 1 / 4
+OWN, ALL = 1 / 16, 1 / 4
 # Drafts must raise the tokens a second by more than so much of what they cost: rows also cost time between steps.
 MARGIN = 1.1
 # Part of the time for drafts that do not seem to pay: what they cost may have been learned on a bad day.
-PROBING = 0.002
+PROBING = 0.001
 # After so many steps with drafts, one after another, there is one without, so that they are held against what is true.
 MOST_STREAK = 50
-# After so many looks in vain one token is left out between two, after twice as many two, up to the longest pause; a new
-# request begins with what others have learned, but within a shorter one.
-LOOKS, LONGEST_PAUSE, FIRST_PAUSE = 8, 32, 8
+# After so many looks in vain one step is left out between two, after twice as many two, up to the longest pause; a new
+# request goes on with what others have learned, up to a shorter one.
+LOOKS, LONGEST_PAUSE, FIRST_PAUSE = 8, 16, 8
 # Steps without drafts after one with them ended for want of experts.
 STILL_STEPS = 4096
 _SHIFT = 20  # bits of a token; beyond, two sequences may look alike, which costs a wrong guess
 
 
 class Patience:
-    """How often it is worth to look for guesses of one sort, by the length of the output.
+    """How often it is worth to look for guesses of one sort.
 
     Attributes:
         vain: Looks of which nothing came, one after another.
+        next: Number of the step after which to look.
     """
 
-    __slots__ = ("_next", "vain")
+    __slots__ = ("next", "vain")
 
     def __init__(self, vain: int) -> None:
         """Args: vain: what others have seen."""
-        self.vain = min(vain, LOOKS * FIRST_PAUSE)
-        self._next = self.vain // LOOKS
+        self.vain, self.next = min(vain, LOOKS * FIRST_PAUSE), 0
 
-    def due(self, said: int) -> bool:
-        """Whether to look after so many tokens."""
-        return said >= self._next
-
-    def nothing(self, said: int) -> None:
-        """A look after so many tokens was in vain."""
+    def nothing(self, step: int) -> None:
+        """A look after a step was in vain."""
         self.vain += 1
-        self._next = said + 1 + min(self.vain // LOOKS, LONGEST_PAUSE)
+        pause = min(self.vain // LOOKS, LONGEST_PAUSE)
+        self.next = step + 1 + pause
+        if pause >= FIRST_PAUSE:
+            # After the same step for all.
+            self.next += -self.next % FIRST_PAUSE
 
     def something(self) -> None:
         """A guess was right."""
         self.vain //= 2
-        self._next = 0
+        self.next = 0
 
 
 class Lookup:
@@ -100,10 +100,7 @@ class Lookup:
         """Take what was added to the output since the last time, and learn from a guess that was no draft."""
         if self.untried is not None and self.said < len(output):
             kind, token = self.untried
-            right = output[self.said] == token
-            self.chances[kind] += OWN * (right - self.chances[kind])
-            if right:
-                self.patience[kind].something()
+            self.chances[kind] += OWN * ((output[self.said] == token) - self.chances[kind])
         self.untried = None
         self._take(output[self.said :])
         self.said = len(output)
@@ -150,8 +147,15 @@ class Speculation:
         # Looks in vain, as they were when requests ended.
         self._vain = 0, 0
         # Seconds that may be lost on drafts that do not seem to pay.
-        self._spare_s = 0.0
-        self._streak = self._still = 0
+        self._spare_s, self._probing = 0.0, False
+        self._streak = 0
+        # Steps so far; and until which none is looked for.
+        self._step = self._until = 0
+
+    @property
+    def looks(self) -> bool:
+        """Whether `draft` would look for any."""
+        return self.most > 0 and self._step >= self._until
 
     @property
     def wrong(self) -> int:
@@ -164,37 +168,32 @@ class Speculation:
         Of one whose grammar forbids some of them, fewer will do.
         """
         self.out = False
-        for request in requests:
-            if request.drafts:
-                request.drafts = []
-        if self._still:
-            self._still -= 1
-            return
         offers: list[tuple[float, int, int]] = []
         guesses: dict[int, list[int]] = {}
         for number, request in enumerate(requests):
+            request.drafts = []
             guess, rate = self._guess(request)
             if guess:
                 guesses[number] = guess
                 offers += [(rate ** (1 + ahead), -ahead, number) for ahead in range(len(guess))]
-        self._streak += 1
-        if not offers or not self._time.known or self._streak > MOST_STREAK:
-            self._streak = 0
-            return
         offers.sort(reverse=True)
         for _, _, number in offers[: self._worth([chance for chance, _, _ in offers], len(requests))]:
             drafts = requests[number].drafts
             drafts.append(guesses[number][len(drafts)])
             self.out = True
-        self._streak *= self.out
+        self._streak = self._streak + 1 if self.out else 0
         for number, guess in guesses.items():
             request = requests[number]
             if request.drafts:
                 continue
             lookup = self._lookups[request]
-            lookup.patience[lookup.kind].nothing(len(request.output))
+            lookup.patience[lookup.kind].nothing(self._step)
             if lookup.kind != FORCED:
                 lookup.untried = lookup.kind, guess[0]
+        if not self.out:
+            known = [request for request in requests if request in self._lookups]
+            due = [one.next for r in known for one in self._lookups[r].patience[r.constraint is None :]]
+            self._until = min([self._step + FIRST_PAUSE, *due])
 
     def judged(self, request: Request, right: int) -> None:
         """Learn from the drafts of a request, of which the first `right` were what was chosen."""
@@ -202,19 +201,21 @@ class Speculation:
         self.accepted += right
         lookup = self._lookups[request]
         kind = lookup.kind
-        if right:
+        if right and not self._probing:
             lookup.patience[kind].something()
         for found in [1.0] * right + [0.0] * (right < len(request.drafts)):
             lookup.chances[kind] += OWN * (found - lookup.chances[kind])
 
     def took(self, rows: int, seconds: float) -> None:
         """A step of so many rows, each of which gave logits, took so long."""
-        self._time.took(rows, seconds)
+        self._step += 1
         self._spare_s += PROBING * seconds
+        if self._step >= self._until:
+            self._time.took(rows, seconds)
 
     def lost(self, requests: Sequence[Request]) -> None:
         """A step of these ended for want of experts, which may be wanted by drafts alone: make none for a while."""
-        self._still, self.out = STILL_STEPS, False
+        self._until, self.out = self._step + STILL_STEPS, False
         for request in requests:
             request.drafts = []
 
@@ -231,6 +232,8 @@ class Speculation:
     def _worth(self, chances: Sequence[float], rows: int) -> int:
         """How many drafts, with these chances to be kept, are best for a step of so many rows without."""
         time, made, best = self._time, float(rows), 0
+        if not chances or not time.known or self._streak >= MOST_STREAK:
+            return 0
         calm_s = time.of(rows)
         fastest = made / calm_s
         for count, chance in enumerate(chances, 1):
@@ -238,16 +241,13 @@ class Speculation:
             speed = made / (calm_s + MARGIN * (time.of(rows + count) - calm_s))
             if speed > fastest:
                 best, fastest = count, speed
-        more_s = time.of(rows + 1) - calm_s
-        if best or self._spare_s < more_s:
-            return best
-        self._spare_s = 0.0
-        return 1
+        self._probing = not best and self._spare_s >= time.of(rows + 1) - calm_s
+        self._spare_s *= not self._probing
+        return 1 if self._probing else best
 
     def _guess(self, request: Request) -> tuple[list[int], float]:
         """Tokens that may come next, and the chance of each if those before it were right."""
         params, output = request.params, request.output
-        said = len(output)
         lookup = self._lookups.get(request)
         if lookup is None:
             # What was noted, or left out, for a row that is then not kept would be told of the request. Those in the
@@ -255,17 +255,17 @@ class Speculation:
             if params.drop_lost_experts or params.wants_routing or request.share.background:
                 return [], 0.0
             lookup = self._lookups[request] = Lookup(request.prompt, self._chances, self._vain)
-        constraint, room = request.constraint, min(self.most, params.max_tokens - said - 1)
+        constraint, room = request.constraint, min(self.most, params.max_tokens - len(output) - 1)
         forcing, copying, _ = lookup.patience
-        if constraint is not None and room > 0 and forcing.due(said):
+        if constraint is not None and room > 0 and self._step >= forcing.next:
             if forced := constraint.forced()[:room]:
                 lookup.kind = FORCED
                 return forced, lookup.chances[FORCED]
-            forcing.nothing(said)
-        if room <= 0 or not copying.due(said):
+            forcing.nothing(self._step)
+        if room <= 0 or self._step < copying.next:
             return [], 0.0
         lookup.follow(output)
         guess = lookup.guess(room)
         if not guess:
-            copying.nothing(said)
+            copying.nothing(self._step)
         return guess, lookup.chances[lookup.kind]
