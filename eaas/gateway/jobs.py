@@ -402,7 +402,7 @@ class Jobs:
     async def _compute(self, run: Run, exchange: Exchange) -> ErrorReply | None:
         generation, place = exchange.generation, _OPENING
 
-        def write(chunk: bytes) -> None:
+        def write(chunk: bytes) -> bool:
             nonlocal place
             for event in _split(chunk):
                 # Those of a computation that was given up are there already, and the same.
@@ -412,6 +412,7 @@ class Jobs:
                     run.dropped = run.nbytes > _EVENTS_BYTES
                 place += 1
             run.changed.set()
+            return True
 
         exchange.begin()
         while not generation.ready:
