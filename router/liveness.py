@@ -60,7 +60,8 @@ def judge_silence(config: Config, state: State, commands: list[Command]) -> Stat
         if name not in state.silent or is_last_replica(state, name):
             continue
         silence_s = state.now_s - state.liveness[name].renewed_s
-        may_serve = silence_s < config.start_s or _is_heard(config, state, name)
+        replaced = state.wanted[ATTENTION] > 0 and not state.members[name].draining
+        may_serve = (replaced and silence_s < config.start_s) or _is_heard(config, state, name)
         if is_last_worker(state, name) and may_serve:
             continue
         state = _end(config, state, name, f"silent for {silence_s:.2f} s", commands)

@@ -129,6 +129,9 @@ class TokensFormat(ChunkFormat):
             return b""
         return self.opening + b'],"prompt_token_ids":' + _encode(self._prompt_ids) + b"}\n\n"
 
+    def around(self, index: int) -> None:
+        return None
+
     def event(self, delta: Delta) -> bytes:
         """The event of the tokens that have come, or of an end without another."""
         ending = delta.ending

@@ -34,7 +34,7 @@ from eaas.worker.blocks import BlockPool, next_digest, root_digest
 from eaas.worker.request import Chunk, Flow, Refused, Request, TokenArray
 from eaas.worker.shares import Flows, has_room, reckoned_tokens
 from eaas.worker.speculate import Speculation
-from eaas.worker.step_time import StepTime, rows_beside
+from eaas.worker.step_time import MOST_MIXED, StepTime, rows_beside
 
 BACKGROUND_PART = 20
 # Rows of others for each in the background in the same step, which it makes longer.
@@ -174,6 +174,7 @@ class Scheduler:
         self._droppers = self._routed = 0
         self._decode_slots: TokenArray | None = None
         self.step_time = StepTime(config.step_tokens)
+        self._mixed_steps = 0  # with chunks, one after another
         self.speculation = Speculation(config.drafts, config.step_tokens)
         self._drafted = False  # whether the step has rows for drafts
         # Of the step between `plan` and `complete`: requests that generate, their slots, and chunks of prompts.
@@ -289,6 +290,7 @@ class Scheduler:
         budget = self.config.step_tokens - len(ahead)
         if ahead and budget > 0 and len(self._live) > len(self._decoding):
             budget = rows_beside(self.step_time, len(ahead), budget, self.config.prefill_share)
+            budget *= self._mixed_steps < MOST_MIXED
         self._begun, self.rests, self._drafted = [], False, False
         chunks = self._chunks(budget) if budget > 0 else []
         decoding, slots = self._decoding, self._decode_slots
@@ -334,6 +336,7 @@ class Scheduler:
             raise RuntimeError("complete was called without a plan; call plan first.")
         decoding, slots, chunks = self._in_flight
         self._in_flight = None
+        self._mixed_steps = self._mixed_steps + 1 if chunks else 0
         if self._flows.contested:
             self._count(decoding, chunks)
         emitted: list[Emitted] = []
@@ -698,7 +701,10 @@ class Scheduler:
             self.speculation.draft(going)
         for request in going:
             if request.constraint is not None:
-                request.drafts = request.constraint.look(request.drafts)
+                drafts = request.drafts
+                request.drafts = request.constraint.look(drafts)
+                if drafts and not request.drafts:
+                    self.speculation.forbidden(request)
 
     def _droppable(self, seqs: TokenArray) -> NDArray[np.uint8] | None:
         return self._may_drop[seqs] if self._droppers else None
@@ -764,7 +770,7 @@ class Scheduler:
         self._droppers -= request.params.drop_lost_experts
         self._routed -= request.params.wants_routing
         self._free_slots.append(request.slot)
-        request.blocks = []
+        request.blocks, request.drafts = [], []
         request.slot = -1
         request.computed = 0
 

@@ -32,6 +32,8 @@ OWN, ALL = 1 / 16, 1 / 4
 MARGIN = 1.1
 # Part of the time for drafts that do not seem to pay: what they cost may have been learned on a bad day.
 PROBING = 0.001
+# Of steps with drafts, one after another, one in so many has twice as many: what a longer one takes must be tried.
+MORE_EVERY = 20
 # After so many steps with drafts, one after another, there is one without, so that they are held against what is true.
 MOST_STREAK = 50
 # After so many looks in vain one step is left out between two, after twice as many two, up to the longest pause; a new
@@ -142,7 +144,7 @@ class Speculation:
         self.drafted = self.accepted = 0
         self.most, self.out = most, False
         self._lookups: dict[Request, Lookup] = {}
-        self._time = StepTime(rows)
+        self._rows, self._time = rows, StepTime(rows)
         self._chances = list(CHANCES)
         # Looks in vain, as they were when requests ended.
         self._vain = 0, 0
@@ -206,6 +208,12 @@ class Speculation:
         for found in [1.0] * right + [0.0] * (right < len(request.drafts)):
             lookup.chances[kind] += OWN * (found - lookup.chances[kind])
 
+    def forbidden(self, request: Request) -> None:
+        """The grammar of a request lets none of its drafts through: as good as wrong, without a row."""
+        lookup = self._lookups[request]
+        lookup.chances[lookup.kind] *= 1 - OWN
+        lookup.patience[lookup.kind].nothing(self._step)
+
     def took(self, rows: int, seconds: float) -> None:
         """A step of so many rows, each of which gave logits, took so long."""
         self._step += 1
@@ -236,11 +244,14 @@ class Speculation:
             return 0
         calm_s = time.of(rows)
         fastest = made / calm_s
+        chances = chances[: max(0, self._rows - rows)]
         for count, chance in enumerate(chances, 1):
             made += chance
             speed = made / (calm_s + MARGIN * (time.of(rows + count) - calm_s))
             if speed > fastest:
                 best, fastest = count, speed
+        if best and self._streak % MORE_EVERY == MORE_EVERY - 1:
+            best = min(2 * best, len(chances))
         self._probing = not best and self._spare_s >= time.of(rows + 1) - calm_s
         self._spare_s *= not self._probing
         return 1 if self._probing else best

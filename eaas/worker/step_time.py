@@ -14,6 +14,11 @@ STRETCH = 2.0
 OWN, ALL = 1 / 8, 1 / 16
 # Of steps of one size, one after another, one in so many is looked at.
 EVERY = 4
+# What the first looks at a size find is of that size, and not of a machine that has become slower: so many of them move
+# it alone, and fast.
+YOUNG, OWN_YOUNG = 8, 1 / 2
+# Of steps with prompts, one after another, so many; then one without, whose length is what the others are held against.
+MOST_MIXED = 64
 
 
 class StepTime:
@@ -33,6 +38,7 @@ class StepTime:
         while self._sizes[-1] < most:
             self._sizes.append(self._sizes[-3] * 2)
         self._times: list[float] = [3.0 + size for size in self._sizes]
+        self._looks = [0] * len(self._sizes)
         self._rows = self._again = 0
 
     def of(self, rows: int) -> float:
@@ -56,11 +62,13 @@ class StepTime:
         off = min(max(ratio, 1 / 3), 3.0) - 1
         high = bisect_left(sizes, rows, 1, len(sizes) - 1)
         part = (rows - sizes[high - 1]) / (sizes[high] - sizes[high - 1])
-        every = 1 + ALL * off
-        times = self._times = [time * every for time in times]
-        times[high] *= 1 + OWN * part * off
-        times[high - 1] *= 1 + OWN * (1 - part) * off
         nearest = high if part > 0.5 else high - 1
+        self._looks[nearest] += 1
+        young = self._looks[nearest] <= YOUNG
+        every, own = (1.0, OWN_YOUNG) if young else (1 + ALL * off, OWN)
+        times = self._times = [time * every for time in times]
+        times[high] *= 1 + own * part * off
+        times[high - 1] *= 1 + own * (1 - part) * off
         for at in range(nearest + 1, len(sizes)):
             before = times[at - 1]
             times[at] = min(max(times[at], before), before * sizes[at] / sizes[at - 1])

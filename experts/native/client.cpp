@@ -19,6 +19,8 @@ static void vacate(ExpertClient* client, uint32_t index) {
     Server& server = client->servers[index];
     client->used.fetch_and(~(1ull << index));
     std::fill_n(server.slots, MAX_SLOTS, Slot{});
+    // A plan that ran out of memory has left pairs there, and whoever has this place next may come in mid-call.
+    client->plan.list[index].clear();
     server.leaving.store(false);
     server.state.store(SERVER_LEFT, std::memory_order_release);
 }

@@ -388,6 +388,35 @@ def test_a_row_that_was_thought_dear_on_a_bad_day_is_tried_again(guessing: list[
     assert life.faster(500) > 1.6, f"seed {life.seed}"
 
 
+@pytest.mark.parametrize("row_s", [0.0, 0.1])
+def test_where_rows_cost_next_to_nothing_all_requests_have_all_their_drafts(
+    row_s: float, guessing: list[int]
+) -> None:
+    """What a step of so many rows takes is known by nobody before one was tried."""
+    for requests in (1, 8):
+        life = Life(0.97, requests)
+        life.step_s = lambda rows: 3.0 + row_s * rows
+        life.faster(2000)
+        before = life.speculation.drafted
+        life.faster(1000)
+        drafted = (life.speculation.drafted - before) / (1000 * requests * DRAFTS)
+        assert drafted > 0.8, f"seed {life.seed}: {requests} requests have {drafted:.0%}"
+
+
+def test_what_a_grammar_forbids_is_looked_for_ever_more_seldom(guessing: list[int]) -> None:
+    life = Life(1.0)
+    life.faster(100)
+    before = guessing[0]
+    for _ in range(1000):
+        life.speculation.draft(life.requests)
+        if life.requests[0].drafts:
+            life.requests[0].drafts = []
+            life.speculation.forbidden(life.requests[0])
+        life.requests[0].output.append(1 << 19)
+        life.speculation.took(1, 4.0)
+    assert guessing[0] - before < 200, f"seed {life.seed}: {guessing[0] - before} looks"
+
+
 def test_a_new_request_begins_as_patient_as_the_last_one_was(guessing: list[int]) -> None:
     life = Life(0.0)
     life.faster(2000)

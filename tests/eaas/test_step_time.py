@@ -87,6 +87,17 @@ def learned(curve: Curve) -> StepTime:
 
 
 @pytest.mark.parametrize("machine", list(MACHINES))
+def test_prompts_before_anybody_generates_are_known_by_what_they_took(machine: str) -> None:
+    """They are not measured again while somebody does."""
+    found, curve = StepTime(MOST), MACHINES[machine]
+    for rows in (MOST, 1):
+        for _ in range(50 * EVERY):
+            found.took(rows, curve(rows))
+    assert found.of(1) == pytest.approx(curve(1), rel=0.05)
+    assert found.of(MOST) == pytest.approx(curve(MOST), rel=0.1)
+
+
+@pytest.mark.parametrize("machine", list(MACHINES))
 @pytest.mark.parametrize("generating", [1, 8, 32, 200])
 def test_prompts_make_steps_twice_as_long_or_have_no_more_than_their_least_speed(
     machine: str, generating: int
@@ -151,6 +162,35 @@ def test_chunks_are_bounded_beside_those_who_generate_and_nowhere_else() -> None
     assert rows == [1 + bound] * 3 and bound < 64
     scheduler.cancel(0, "alone")
     assert step() == MOST
+
+
+def test_a_calm_step_that_was_thought_long_is_measured_again_while_prompts_keep_coming() -> None:
+    curve = MACHINES["line"]
+    pool = BlockPool(blocks=1 << 15, block_tokens=BLOCK_TOKENS, reuse=False)
+    scheduler = Scheduler(SchedulerConfig(max_model_len=1 << 14, step_tokens=MOST, max_running=9), pool)
+    scheduler.step_time = learned(curve)
+    for _ in range(40 * EVERY):
+        scheduler.step_time.took(8, 3 * curve(8))
+
+    def add(id: str, prompt: int) -> None:
+        params = SamplingParams(max_tokens=8192 if prompt == 1 else 1, ignore_eos=True)
+        scheduler.add(
+            Request(owner=0, id=id, attempt=1, prompt=np.zeros(prompt, np.int32), output=[], params=params)
+        )
+
+    for number in range(8):
+        add(f"{number}", 1)
+    longest = list[float]()
+    for number in range(1500):
+        if scheduler.waiting < 2:
+            add(f"prompt {number}", 512)
+        plan = scheduler.plan()
+        assert plan is not None
+        scheduler.complete([5] * len(plan.requests))
+        rows = len(plan.token_ids)
+        scheduler.step_time.took(rows, curve(rows))
+        longest = [*longest[-200:], curve(rows) / curve(8)]
+    assert max(longest) < 1.5 * STRETCH
 
 
 def test_an_engine_learns_from_its_steps_how_many_rows_of_prompts_others_can_bear() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from router.events import Command, Fenced, Renewed, StartProcess, Suspected, Tick
+from router.events import Command, Fenced, Renewed, Scale, StartProcess, Suspected, Tick
 from router.view import HEARS, STANDS
 from tests.router.told import Step, Told, cluster, lively, rest
 
@@ -69,11 +69,11 @@ def a_loop_that_goes_on_after_all_stays(step: Step) -> None:
     assert "attention/1" in told.state.members and not told.state.suspects and not told.state.standing
 
 
-def _silent_worker(step: Step, heard: bool, rounds: int) -> Told:
+def _silent_worker(step: Step, heard: bool, rounds: int, told: Told | None = None) -> Told:
     """The last worker says nothing for so many tenths of a second; a gateway hears it, or does not."""
-    told = cluster(step)
+    told = told or cluster(step)
     gateway = told.join("gateway")
-    rest(told)
+    rest(told, 1)
     for _ in range(rounds):
         for name in ("expert/1", "expert/2"):
             told.renew(name)
@@ -97,6 +97,13 @@ def a_last_worker_that_nobody_replaces_is_silent_for_ever_only_where_a_gateway_h
         assert ("attention/1" in told.state.members) == heard
 
 
+def a_last_worker_that_nobody_is_to_replace_is_fenced_for_its_silence(step: Step) -> None:
+    told = cluster(step)
+    told.give(Scale(pool="attention", wanted=0))
+    told = _silent_worker(step, False, 40, told)
+    assert "attention/1" not in told.state.members
+
+
 def what_a_peer_suspects_is_fenced_by_nobody(step: Step) -> None:
     told = cluster(step, workers=2)
     incarnation = told.state.members["attention/1"].incarnation
@@ -114,5 +121,6 @@ HANG_STORIES = (
     a_loop_that_goes_on_after_all_stays,
     the_last_worker_is_not_fenced_for_silence_before_another_serves,
     a_last_worker_that_nobody_replaces_is_silent_for_ever_only_where_a_gateway_hears_it,
+    a_last_worker_that_nobody_is_to_replace_is_fenced_for_its_silence,
     what_a_peer_suspects_is_fenced_by_nobody,
 )

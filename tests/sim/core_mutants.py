@@ -174,13 +174,19 @@ MUTANTS = {
     ),
     "fences the last worker that is silent": Mutant(
         "liveness",
-        "may_serve = silence_s < config.start_s or ",
+        "may_serve = (replaced and silence_s < config.start_s) or ",
         "may_serve = ",
         "nobody is in the View while its replacement starts",
     ),
+    "waits for who nobody replaces": Mutant(
+        "liveness",
+        "replaced = state.wanted[ATTENTION] > 0 and not state.members[name].draining",
+        "replaced = True",
+        "a pool that is scaled to nothing keeps who is gone in the View for a minute",
+    ),
     "keeps a last worker that is silent for ever": Mutant(
         "liveness",
-        "may_serve = silence_s < config.start_s or ",
+        "may_serve = (replaced and silence_s < config.start_s) or ",
         "may_serve = True or ",
         "who waits for the word of a worker that is gone waits without end",
     ),
