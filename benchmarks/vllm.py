@@ -10,6 +10,7 @@ Stock vLLM has all cores (its own choice, `--bind auto`, leaves one of two idle)
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import socket
@@ -48,6 +49,7 @@ START_S, END_S = 300.0, 30.0
 CHECKED_PROMPTS, LEAST_AGREEMENT = 16, 0.5
 # A pool that stood still has lost its leases: the first answer waits until it is whole again.
 WARM_TOKENS = 8
+_LIBC, _PR_SET_PDEATHSIG = ctypes.CDLL(None), 1
 
 
 def missing_vllm(version: str) -> str | None:
@@ -96,6 +98,8 @@ class Server:
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": str(ROOT), **(environment or {})},
             start_new_session=True,
+            # What holds weights ends with a benchmark that is killed, even where it was made to stand still.
+            preexec_fn=lambda: _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL),
         )
 
     def __enter__(self) -> Server:
