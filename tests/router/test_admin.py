@@ -234,6 +234,7 @@ def test_a_member_is_retired_by_name_and_asked_again_nothing_more_happens(
     # Nobody starts another, so it goes as soon as the other holds all.
     for server in servers:
         server.loads = True
+        until(lambda server=server: bool(server.views))
         server.see(server.views[-1])
     until(lambda: admin.ask("GET", path)[1]["safe_to_terminate"])
     assert router.stop(signal.SIGKILL) < 0
