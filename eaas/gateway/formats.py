@@ -169,7 +169,7 @@ class Format(ABC):
     def end(self, usage: Usage) -> bytes:
         """What ends a stream in which nothing went wrong."""
 
-    def around(self, index: int) -> tuple[bytes, bytes] | None:
+    def text_template(self, index: int) -> tuple[bytes, bytes] | None:
         """What stands before and after the text, as JSON, in an event that is one piece of text of a choice and nothing
         else; None where there is more to such events."""
         return None
@@ -261,7 +261,7 @@ class ChunkFormat(Format):
         self._starts = [self.opening + b'{"index":%d,' % index + self.before for index in range(choices)]
         return self
 
-    def around(self, index: int) -> tuple[bytes, bytes] | None:
+    def text_template(self, index: int) -> tuple[bytes, bytes] | None:
         """The templates of its choice, where they alone are around the text."""
         return (self._starts[index], self._plain_end) if self._usage.now is None else None
 

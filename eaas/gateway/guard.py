@@ -247,7 +247,7 @@ class Connection(HttpToolsProtocol):
         return True
 
     @property
-    def has_all(self) -> bool:
+    def has_whole_request(self) -> bool:
         """Whether the request that is being answered has come whole."""
         return self._running is not None and not self._running.more_body
 
@@ -380,7 +380,7 @@ async def json_body(request: Request, limit_bytes: int, timeout_s: float) -> byt
     body = bytearray()
     try:
         # Most bodies have come with their heads: then nothing is waited for, and a timer costs more than the reading.
-        async with asyncio.timeout(None if Connection.of(request.scope).has_all else timeout_s):
+        async with asyncio.timeout(None if Connection.of(request.scope).has_whole_request else timeout_s):
             async for chunk in request.stream():
                 body += chunk
                 if len(body) > limit_bytes:

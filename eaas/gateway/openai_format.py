@@ -72,8 +72,8 @@ class ChatFormat(ChunkFormat):
         shown = self._shown_ids
         return event.replace(b"}\n\n", b"," + _encode(shown)[1:] + b"\n\n") if shown else event
 
-    def around(self, index: int) -> tuple[bytes, bytes] | None:
-        return ChunkFormat.around(self, index) if self._reading is None else None
+    def text_template(self, index: int) -> tuple[bytes, bytes] | None:
+        return ChunkFormat.text_template(self, index) if self._reading is None else None
 
     def event(self, delta: Delta) -> bytes:
         """The event of one piece of text; of one that is read, several or none yet."""

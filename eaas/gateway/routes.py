@@ -387,7 +387,7 @@ ROUTES: Sequence[tuple[str, str, type[BaseModel], Prepare]] = (
 )
 
 
-class _ReadByRoute(APIRoute):
+class _RawRoute(APIRoute):
     """A route that is given the request as it is: what FastAPI does before and after would cost as much as ours."""
 
     def get_route_handler(self) -> Route:
@@ -399,7 +399,7 @@ def add_json_route(app: FastAPI, path: str, route: Route, shape: type[BaseModel]
     limits come first, parsing once."""
     extra = {"requestBody": {"content": {"application/json": {"schema": shape}}, "required": True}}
     told = {"response_model": None, "name": name, "openapi_extra": extra}
-    app.router.add_api_route(path, route, methods=["POST"], route_class_override=_ReadByRoute, **told)
+    app.router.add_api_route(path, route, methods=["POST"], route_class_override=_RawRoute, **told)
 
 
 def describe(app: FastAPI) -> dict[str, Any]:

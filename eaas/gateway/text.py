@@ -97,7 +97,7 @@ class Generation:
         self.chunks: list[bytes] = []
         self.write: Callable[[bytes], bool] | None = None
         # What stands around a text in an event of the only choice; None where there is more to its events.
-        self._around: tuple[bytes, bytes] | None = None
+        self._template: tuple[bytes, bytes] | None = None
 
     @property
     def completion_tokens(self) -> int:
@@ -118,22 +118,22 @@ class Generation:
         """Note a numerics class that takes part in the answer; later events name it too."""
         if numerics_class not in self.numerics_classes:
             self.numerics_classes = (*self.numerics_classes, numerics_class)
-        self.events = self._around = None
+        self.events = self._template = None
 
     def experts_dropped(self) -> None:
         """Note that from here on terms of lost experts are missing; later events say so."""
         self.dropped = True
-        self.events = self._around = None
+        self.events = self._template = None
         if self.ids is not None and self.ids.behind:
             self.fail(not_resumable("It was computed with all experts, of which some are lost now.").reply)
 
     def write_text(self, text: str, tokens: int) -> bool:
         """Take a text that is all that became visible of the only choice, which has so many tokens, if its event can be
         written at once; False: it is to be shown. Most events go this way: they cost as little as can be."""
-        around, write, ids = self._around, self.write, self.ids
-        if around is None or write is None or not (ids is None or ids.seen is None):
+        template, write, ids = self._template, self.write, self.ids
+        if template is None or write is None or not (ids is None or ids.seen is None):
             return False
-        event = around[0] + _encode(text) + around[1]
+        event = template[0] + _encode(text) + template[1]
         if ids is not None:
             event = ids.of_token(tokens) + event
         if not write(event):
@@ -173,7 +173,7 @@ class Generation:
 
     def _open(self, make_events: Callable[[], Format]) -> Format:
         events = self.events = make_events()
-        self._around = events.around(0) if len(self.choices) == 1 else None
+        self._template = events.text_template(0) if len(self.choices) == 1 else None
         if not self._opened:
             self._opened = True
             first = b"".join(events.first(index) for index in range(len(self.choices)))

@@ -129,7 +129,7 @@ class TokensFormat(ChunkFormat):
             return b""
         return self.opening + b'],"prompt_token_ids":' + _encode(self._prompt_ids) + b"}\n\n"
 
-    def around(self, index: int) -> None:
+    def text_template(self, index: int) -> None:
         return None
 
     def event(self, delta: Delta) -> bytes:

@@ -69,8 +69,8 @@ class EngineOptions(Options):
     )
     prefill_share: float = option(
         0.5,
-        "Least part of the speed of prompts alone that they keep beside requests that generate. As long as it leaves "
-        "them more, a step with prompts takes at most twice as long as one without; 1: it has as many rows as it may.",
+        "Least share of their speed alone that prompts keep while other requests generate. Above it, a step with "
+        "prompts takes at most twice as long as one without; 1: prompts may take all rows of a step.",
         above=0,
         most=1,
     )
