@@ -14,6 +14,7 @@ from typing import Final
 from p2p.endpoint import P2PError
 
 UNIQUE_ID_BYTES: Final = 128
+_INITIALIZED: Final = 2  # NVSHMEM_STATUS_IS_INITIALIZED
 DEVICE_LIBRARIES: Final = ("libnvshmem_device_sm_90.bc", "libnvshmem_device.bc")
 
 
@@ -49,6 +50,11 @@ class Group:
             c_int.from_buffer(attributes, offset).value = (1 << 16) + nbytes
         _call("nvshmemx_set_attr_uniqueid_args", c_int(pe), c_int(pes), identity, attributes)
         _call("nvshmemx_hostlib_init_attr", c_int(1 << 3), attributes)  # by the unique id
+        # Without a GPU some versions only join the group, and leave the rest to the first use.
+        if (found := _loaded().nvshmemx_init_status()) < _INITIALIZED:
+            raise NvshmemError(
+                f"nvshmemx_hostlib_init_attr: status {found} found, {_INITIALIZED} needed: make a GPU current."
+            )
 
     def allocate(self, nbytes: int) -> int:
         """The address of symmetric memory, of any content. Every PE allocates the same, in one order."""

@@ -301,7 +301,7 @@ def test_who_comes_as_the_last_server_goes_waits_for_the_next() -> None:
             return SimpleNamespace(name="client/1")
 
     pool: Any = object.__new__(eaas.Pool)
-    pool.shape, pool.router, pool._fingerprint = SimpleNamespace(layers=1, experts=2), "r", ""
+    pool.shape, pool.router, pool.fingerprint = SimpleNamespace(layers=1, experts=2), "r", ""
     router: Any = Router()
     identity, view, found = pools._join(router, pool, 10.0)
     assert (identity.name, view, found) == ("client/1", shown, "cpu-bf16-fma-1")
@@ -365,7 +365,7 @@ def test_of_several_classes_one_of_cpus_that_has_every_expert_is_asked() -> None
         )  # fmt: skip
 
     pool: Any = object.__new__(eaas.Pool)
-    pool.shape, pool.router, pool._fingerprint = SimpleNamespace(layers=1, experts=2), "r", ""
+    pool.shape, pool.router, pool.fingerprint = SimpleNamespace(layers=1, experts=2), "r", ""
     gpu, part = server("expert/1", "cuda-sm90-bf16-1", 3), server("expert/2", "cpu-bf16-vdpbf16-1", 1)
     whole = server("expert/3", "cpu-bf16-fma-1", 3)
 
