@@ -1,8 +1,9 @@
 """Each native kernel of the token path against its floor and against torch, in one interleaved run.
 
-The floor of a kernel is the longer of its bytes over the memory bandwidth and its operations over the fma rate, both
-measured in every round beside it. Weights and keys take turns over more than the last-level cache holds. Results are
-compared with torch before anything is timed.
+The floor of a kernel is the longer of its bytes over the memory bandwidth and its operations over the rate of the
+instruction that they are made of: fma, or the dot product of bfloat16 pairs. Both are measured in every round beside
+it. Weights and keys take turns over more than the last-level cache holds. Results are compared with torch before
+anything is timed.
 
     python -m benchmarks.kernels --only gate_up --shape L --rounds 9
 """
@@ -48,6 +49,7 @@ class Case:
         torch: One call of torch's equivalent; its argument counts calls, to take weights in turn.
         error: Largest difference of the two results, over the bound that rounding sets; under 1 is equal.
         lanes: Most lanes that it can use; None: any.
+        dot: Whether its operations are products of bfloat16 pairs.
     """
 
     name: str
@@ -58,6 +60,7 @@ class Case:
     torch: Callable[[int], object]
     error: Callable[[], float]
     lanes: int | None = None
+    dot: bool = False
 
 
 def bfloat16(array: np.ndarray) -> torch.Tensor:
@@ -129,7 +132,7 @@ def product_case(
 
         yield Case(
             name=name, size=f"m{m} k{k} n{rows}", nbytes=weight.nbytes, flops=2.0 * m * weight.size, run=run,
-            torch=by_torch, error=error,
+            torch=by_torch, error=error, dot=True,
         )  # fmt: skip
 
 
@@ -352,7 +355,7 @@ def measure(case: Case, lanes: Lanes, rounds: int) -> dict[str, Any]:
     torch_calls = max(1, min(2000, round(TARGET_S / torch_sample(0, 1))))
     ours, theirs, floors, bandwidths, rates = [], [], [], [], []
     for number in range(rounds):
-        floor = lanes.floor()
+        floor = lanes.floor(isa_name(), case.dot)
         bandwidths.append(floor.bandwidth / 1e9)
         rates.append(floor.flops / 1e9)
         floors.append(floor.seconds(case.nbytes, case.flops))
@@ -373,7 +376,7 @@ def measure(case: Case, lanes: Lanes, rounds: int) -> dict[str, Any]:
         "torch_us": spread([1e6 * value for value in theirs]),
         "torch_over_ours": spread([other / value for other, value in zip(theirs, ours, strict=True)]),
         "gb_per_s": spread(bandwidths),
-        "fma_gflop_per_s": spread(rates),
+        "gflop_per_s": spread(rates),
     }
 
 

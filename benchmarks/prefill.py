@@ -2,7 +2,7 @@
 
 Two engines over the same weights take turns: experts in this process, and behind expert servers. Beside them, in the
 same run, an expert's product at the rows it meets in such a chunk is held against torch's bf16 product and the
-measured fma rate.
+measured rate of its instruction (fma, or the dot product of bfloat16 pairs).
 
     python -m benchmarks.prefill --shape S --prompt 128,512,2048
 """
@@ -126,7 +126,7 @@ def flops_of(shape: Shape, prompt: int) -> float:
 
 
 def ffn_shares(shape: Shape, rows: int, lanes: Lanes, rounds: int) -> dict[str, Any]:
-    """An expert's two products at `rows` rows: shares of the fma rate and of torch's bf16 product."""
+    """An expert's two products at `rows` rows: shares of the instruction's rate and of torch's bf16 product."""
     shares: dict[str, Any] = {"rows_per_expert": rows}
     for name, n, k in (
         ("gate_up", shape.intermediate, shape.hidden),
@@ -136,7 +136,7 @@ def ffn_shares(shape: Shape, rows: int, lanes: Lanes, rounds: int) -> dict[str, 
         result = measure(case, lanes, rounds)
         shares[f"{name}_of_floor"] = result["of_floor"]
         shares[f"{name}_over_torch_bf16"] = result["torch_over_ours"]
-        shares["fma_gflop_per_s"] = result["fma_gflop_per_s"]
+        shares["gflop_per_s"] = result["gflop_per_s"]
     return shares
 
 
@@ -164,11 +164,11 @@ def measure_shape(name: str, options: argparse.Namespace, cores: tuple[int, ...]
                         times[label].append(elapsed)
             rows = max(1, min(prompt, STEP_TOKENS) * shape.top_k // shape.experts)
             shares = ffn_shares(shape, rows, lanes, options.rounds)
-            rate = shares["fma_gflop_per_s"]["median"] * 1e9
+            rate = shares["gflop_per_s"]["median"] * 1e9
             result = {"shape": name, "prompt": prompt, "threads": len(cores), "rounds": options.rounds}
             for label, taken in times.items():
                 result[f"{label}_tokens_per_s"] = spread([prompt / value for value in taken])
-                result[f"{label}_of_fma"] = spread(
+                result[f"{label}_of_peak"] = spread(
                     [flops_of(shape, prompt) / value / rate for value in taken]
                 )
             record("prefill", result | {"experts": options.experts} | shares)

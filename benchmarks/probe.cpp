@@ -24,31 +24,49 @@ PROBE int64_t probe_read(const void* from, uint64_t n) {
     return sum[0][0];
 }
 
-// Floating-point operations done: independent chains of fma that fill both pipes.
-PROBE double probe_fma(uint64_t iterations) {
-#if defined(__AVX512F__)
-    typedef __m512 Register;
-    const Register scale = _mm512_set1_ps(0.999f);
-#define PROBE_FMA(x) x = _mm512_fmadd_ps(x, scale, scale);
-#elif defined(__FMA__)
-    typedef __m256 Register;
-    const Register scale = _mm256_set1_ps(0.999f);
-#define PROBE_FMA(x) x = _mm256_fmadd_ps(x, scale, scale);
-#else
-    typedef __m128 Register;
-    const Register scale = _mm_set1_ps(0.999f);
-#define PROBE_FMA(x) x = _mm_add_ps(_mm_mul_ps(x, scale), scale);
-#endif
-#define PROBE_EACH(DO) DO(a) DO(b) DO(c) DO(d) DO(e) DO(f) DO(g) DO(h) DO(i) DO(j)
-    // Opaque to the compiler, which would compute equal chains once.
-#define PROBE_OPAQUE(x) asm volatile("" : "+x"(x));
-    Register a = scale, b = a, c = a, d = a, e = a, f = a, g = a, h = a, i = a, j = a;
+namespace {
+
+// Runs `step` over independent chains that fill the pipes; returns the steps done.
+template <class Register, class Step>
+double steps_of(uint64_t iterations, Register start, Step step) {
+    constexpr int kChains = 12;
+    Register chains[kChains];
+    for (Register& chain : chains) chain = start;
     for (uint64_t n = 0; n < iterations; ++n) {
-        PROBE_EACH(PROBE_OPAQUE)
-        PROBE_EACH(PROBE_FMA)
+        // Opaque to the compiler, which would compute equal chains once.
+        _Pragma("GCC unroll 12") for (int i = 0; i < kChains; ++i) asm volatile("" : "+x"(chains[i]));
+        _Pragma("GCC unroll 12") for (int i = 0; i < kChains; ++i) chains[i] = step(chains[i]);
     }
-    PROBE_EACH(PROBE_OPAQUE)
-    return 2.0 * 10 * sizeof(Register) / sizeof(float) * static_cast<double>(iterations);
+    for (Register& chain : chains) asm volatile("" : "+x"(chain));
+    return static_cast<double>(kChains) * static_cast<double>(iterations);
+}
+
+}  // namespace
+
+// Floating-point operations done by what an instruction set's products are made of: with `dot` VDPBF16PS where it is
+// there, else fma, in registers of `bits`.
+PROBE double probe_rate(uint64_t iterations, uint32_t bits, uint32_t dot) {
+#if defined(__AVX512BF16__)
+    if (bits == 512 && dot) {
+        const __m512bh half = (__m512bh)_mm512_set1_epi16(0x3f00);
+        return 64 * steps_of(iterations, _mm512_setzero_ps(),
+                             [=](__m512 x) { return _mm512_dpbf16_ps(x, half, half); });
+    }
+#endif
+#if defined(__AVX512F__)
+    if (bits == 512) {
+        const __m512 scale = _mm512_set1_ps(0.999f);
+        return 32 * steps_of(iterations, scale, [=](__m512 x) { return _mm512_fmadd_ps(x, scale, scale); });
+    }
+#endif
+#if defined(__FMA__)
+    if (bits == 256) {
+        const __m256 scale = _mm256_set1_ps(0.999f);
+        return 16 * steps_of(iterations, scale, [=](__m256 x) { return _mm256_fmadd_ps(x, scale, scale); });
+    }
+#endif
+    const __m128 scale = _mm_set1_ps(0.999f);
+    return 8 * steps_of(iterations, scale, [=](__m128 x) { return _mm_add_ps(_mm_mul_ps(x, scale), scale); });
 }
 
 // experts_linear, or with `inter` experts_ffn_gate_up, `calls` times over `copies` of the weights in turn.

@@ -18,10 +18,19 @@ import numpy as np
 
 from p2p.build import ROOT, run_compiler
 
-BEYOND_CACHE = (
-    64 << 20
-)  # bytes of weights in turn: twice the last-level cache of 32 MB, so none is found there
-_FMA_ITERATIONS = 1_000_000  # about 2 ms
+_LAST_CACHE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")  # such as 32768K
+_ITERATIONS = 1_000_000  # some 3 ms
+_REGISTER_BITS = {"avx512": 512, "avx2": 256, "portable": 128}
+
+
+def _beyond_cache() -> int:
+    kib = int(_LAST_CACHE.read_text().strip().removesuffix("K")) if _LAST_CACHE.exists() else 0
+    return min(max(2 * kib << 10, 64 << 20), 512 << 20)
+
+
+# Bytes of weights in turn: twice the last-level cache, so that none is found there; 512 MiB where it is larger, for then
+# it is shared by more hosts than this.
+BEYOND_CACHE = _beyond_cache()
 
 
 @cache
@@ -32,7 +41,7 @@ def library() -> ctypes.CDLL:
         BuildFailed: no compiler, or it refused the file.
     """
     loaded = compiled("probe.cpp")
-    loaded.probe_fma.restype = ctypes.c_double
+    loaded.probe_rate.restype = ctypes.c_double
     return loaded
 
 
@@ -112,8 +121,13 @@ class Lanes:
 
         return max(self._pool.map(timed, range(self.count)))
 
-    def floor(self) -> Floor:
-        """Measure bandwidth and arithmetic of all lanes, a few milliseconds each."""
+    def floor(self, isa: str, dot: bool) -> Floor:
+        """Measure bandwidth and arithmetic of all lanes, a few milliseconds each.
+
+        Args:
+            isa: Instruction set of the code that is to be judged: "portable", "avx2" or "avx512".
+            dot: Whether its products are of bfloat16 pairs, where that instruction set has an instruction for them.
+        """
         native = library()
         share = len(self._memory) // self.count // 512 * 512
 
@@ -123,7 +137,7 @@ class Lanes:
         flops = [0.0] * self.count
 
         def compute(lane: int) -> None:
-            flops[lane] = native.probe_fma(ctypes.c_uint64(_FMA_ITERATIONS))
+            flops[lane] = native.probe_rate(ctypes.c_uint64(_ITERATIONS), _REGISTER_BITS[isa], int(dot))
 
         bandwidth = share * self.count / self.seconds(read)
         elapsed = self.seconds(compute)
