@@ -10,7 +10,7 @@ namespace {
 
 constexpr uint32_t kBlockBytes = 64;  // sixteen columns, of the codes and of what they are decoded to
 constexpr uint32_t kStepBytes = 4 * kBlockBytes;
-constexpr uint32_t kAhead = 2048;  // what is fetched for rows whose products leave the hardware no room to look ahead
+constexpr uint32_t kAhead = 4096;  // what is fetched early: the hardware alone looks too little ahead
 
 typedef Lanes16<upart> u32x16;
 
@@ -217,10 +217,9 @@ struct Kind {
     }
 
     // Reads the scales before the codes, though they are used after: only memory that is read in order is fetched ahead.
-    template <int M>
     EAAS_INLINE void touch_head(const uint8_t* w) {
         for (uint32_t at = 0; at < kHeadBytes; at += kBlockBytes) {
-            if constexpr (M > 1) __builtin_prefetch(w + kAhead + at);
+            __builtin_prefetch(w + kAhead + at);
             asm volatile("" : : "r"(*reinterpret_cast<const uint32_t*>(w + at)));
         }
     }
@@ -251,12 +250,12 @@ struct Kind {
             EAAS_UNROLL
             for (int b = 0; b < B; ++b) sums[i][b] = zero();
         from += block * kBlockBytes;
-        if constexpr (Source::kSteps > 1) touch_head<M>(w);
+        if constexpr (Source::kSteps > 1) touch_head(w);
         for (uint32_t s = 0; s < kSteps; s += Source::kSteps, from += kStepBytes) {
             u32x16 blocks[B];
             EAAS_UNROLL
             for (int b = 0; b < B; ++b) {
-                if constexpr (Source::kSteps > 1 && M > 1) __builtin_prefetch(from + kAhead + b * kBlockBytes);
+                if constexpr (Source::kSteps > 1) __builtin_prefetch(from + kAhead + b * kBlockBytes);
                 blocks[b] = load_u32(from + b * kBlockBytes);
             }
             steps<Source, M, B>(blocks, x, s, sums);
@@ -310,11 +309,13 @@ struct Kind {
     static void add_decoded(const uint8_t* w, const Staged* x, uint32_t m, float* acc) {
         const uint8_t* const codes = w + kHeadBytes;
         alignas(64) uint8_t decoded[kSteps * kStepBytes];
-        touch_head<kRows>(w);
+        touch_head(w);
         for (uint32_t s = 0; s < kSteps / Code::kSteps; ++s)
-            for (uint32_t block = 0; block < 4; ++block)
-                decode_block(load_u32(codes + s * kStepBytes + block * kBlockBytes),
-                             decoded + s * Code::kSteps * kStepBytes + block * kBlockBytes);
+            for (uint32_t block = 0; block < 4; ++block) {
+                const uint8_t* const from = codes + s * kStepBytes + block * kBlockBytes;
+                __builtin_prefetch(from + kAhead);
+                decode_block(load_u32(from), decoded + s * Code::kSteps * kStepBytes + block * kBlockBytes);
+            }
         const uint32_t parts = (m + kRows - 1) / kRows;
         for (uint32_t block = 0; block < 4; block += kBlocks)
             for (uint32_t part = 0; part < parts; ++part) {
