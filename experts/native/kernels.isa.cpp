@@ -22,6 +22,7 @@ constexpr uint32_t kGroupRows = 6;  // that the registers hold
 constexpr bool kWhole = kPartLanes == 16;
 constexpr uint32_t kStagedRow = kWhole ? 128 : 256;  // words: the activations of one row for one chunk
 constexpr uint32_t kPanelRows = kWhole ? 24 : 48;    // staged at once: 12 KB, or 48
+constexpr uint32_t kNear = 2048;                     // bytes from the second cache to the first, beforehand
 constexpr uint32_t kTiles = kWhole ? 1 : 4;          // that share them: 6 KB of accumulators, or 48
 
 // One k of float32 weights.
@@ -117,7 +118,10 @@ __attribute__((noinline)) void group(const uint8_t* w, const float* x, uint32_t 
     const uint8_t* from = w + block * kBlockBytes;
     for (uint32_t s = 0; s < steps; ++s, from += kStepBytes, x += Step::kStaged) {
         EAAS_UNROLL
-        for (int b = 0; b < B; ++b, next += apart) __builtin_prefetch(next, 0, 2);
+        for (int b = 0; b < B; ++b, next += apart) {
+            __builtin_prefetch(next, 0, 2);
+            __builtin_prefetch(from + kNear + b * kBlockBytes);
+        }
         Step::template run<M, B>(from, x, sums);
     }
     EAAS_UNROLL
