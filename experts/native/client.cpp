@@ -1,7 +1,6 @@
 // The client's calls, and its life outside them: servers come and go, routes are published and adopted, counters are
 // read. One expert call is made by all lanes at once, waiting on doorbells, or in steps that never wait.
 #include <sched.h>
-#include <time.h>
 
 #include <algorithm>
 #include <bit>
@@ -11,6 +10,7 @@
 #include "experts/native/client_state.h"
 #include "experts/native/kernels.h"
 #include "p2p/native/doorbell.h"
+#include "p2p/native/wait.h"
 #include "p2p/native/window.h"
 
 namespace experts {
@@ -194,12 +194,6 @@ namespace {
 constexpr uint64_t LIVENESS_NS = 2'000'000;
 constexpr uint64_t STALL_NS = 500'000'000;  // of waits that last 5 ms: the process did not run
 
-uint64_t clock_ns() {
-    timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return uint64_t(now.tv_sec) * 1'000'000'000 + uint64_t(now.tv_nsec);
-}
-
 // The call is over, well or not: what is still out comes back to slots that no call waits for.
 void finish(ExpertClient* client) {
     Call& call = client->call;
@@ -281,14 +275,14 @@ struct Dispatched {
 // Sends what is planned for the lane's servers.
 Dispatched dispatch(ExpertClient* client, uint32_t lane) {
     uint32_t seen = p2p_bell_read(client->page, lane);
-    post_chunks(client, lane, clock_ns());
+    post_chunks(client, lane, p2p::now_ns());
     return {seen, ring_shared(client, lane)};
 }
 
 void wait_lane(ExpertClient* client, uint32_t lane, const Dispatched& dispatched) {
     Call& call = client->call;
     // Once: whether the call is complete is for the lanes to say that receive the replies.
-    uint64_t now_ns = clock_ns();
+    uint64_t now_ns = p2p::now_ns();
     if (dispatched.shared && call.outstanding[lane].value == 0 && call.missing.load() && client->page &&
         now_ns < call.end_ns())
         p2p_bell_wait(client->page, lane, dispatched.seen,
@@ -297,7 +291,7 @@ void wait_lane(ExpertClient* client, uint32_t lane, const Dispatched& dispatched
     for (;;) {
         uint32_t seen = p2p_bell_read(client->page, lane);
         uint64_t before_ns = now_ns;
-        now_ns = clock_ns();
+        now_ns = p2p::now_ns();
         // Time in which nobody here could have heard an answer is taken off the wait for it.
         if (lane == 0 && now_ns - before_ns > STALL_NS && call.deadline_ns < UINT64_MAX / 2)
             call.deadline_ns += now_ns - before_ns;
@@ -331,7 +325,7 @@ P2P_API int32_t expert_call(ExpertClient* client, LanePool* pool, uint32_t lane,
     Call& call = client->call;
     const auto ended = [&](uint64_t phase) { p2p_lanes_stamp(pool, lane, phase); };
     if (lane == 0)
-        call.status = begin(client, layer, rows, n, expert_ids, weights, out, drop, clock_ns(), deadline_ns);
+        call.status = begin(client, layer, rows, n, expert_ids, weights, out, drop, p2p::now_ns(), deadline_ns);
     ended(EXPERTS_PHASE_PLAN);
     meet(client, pool, lane);
     if (lane == 0) count_filled_by_plan(call);
@@ -354,7 +348,7 @@ P2P_API int32_t expert_call(ExpertClient* client, LanePool* pool, uint32_t lane,
             break;
         }
         if (lane == 0) {
-            call.status = plan_or_fail(client, clock_ns());
+            call.status = plan_or_fail(client, p2p::now_ns());
             if (call.status != EXPERTS_OK) finish(client);
         }
         meet(client, pool, lane);
@@ -515,7 +509,7 @@ P2P_API int32_t expert_apply(ExpertClient* client, uint32_t layer, const void* r
                 if (chosen[k] == EXPERTS_NO_EXPERT) staging.weights[row * top_k + k] = 0;
         }
         if (int32_t status = call_alone(client, layer, chunk, count, staging.ids.data(), staging.weights.data(), sums,
-                                        clock_ns() + wait_ns))
+                                        p2p::now_ns() + wait_ns))
             return status;
     }
     if (out_type == 0)

@@ -1,7 +1,5 @@
 // The expert server. From signals to replies: collect, group by layer and expert across clients, compute over the lanes,
 // answer. Around batches: clients, experts, lease; the loop of each lane.
-#include <time.h>
-
 #include <algorithm>
 #include <atomic>
 #include <memory>
@@ -16,6 +14,7 @@
 #include "p2p/native/doorbell.h"
 #include "p2p/native/faults.h"
 #include "p2p/native/frame.h"
+#include "p2p/native/wait.h"
 #include "p2p/native/window.h"
 
 namespace experts {
@@ -113,13 +112,6 @@ struct ExpertServer {
 namespace {
 
 using namespace experts;
-
-uint64_t clock_ns(clockid_t clock) {
-    timespec now;
-    clock_gettime(clock, &now);
-    return uint64_t(now.tv_sec) * 1'000'000'000 + uint64_t(now.tv_nsec);
-}
-uint64_t monotonic_ns() { return clock_ns(CLOCK_MONOTONIC); }
 
 // ---- one batch
 
@@ -247,7 +239,7 @@ void answer(ExpertServer* server, uint32_t job_index) {
     header.version = WIRE_VERSION;
     header.kind = WIRE_REPLY;
     header.status = job.status;
-    header.service_ns = monotonic_ns() - job.picked_ns;
+    header.service_ns = p2p::now_ns() - job.picked_ns;
     RowsDigest digest;
     for (uint32_t i = 0; ok && i < header.pairs; i++) digest.add({job.folds[i], 0});
     header.digest = digest.sum;
@@ -276,7 +268,7 @@ void count_batch(ExpertServer* server) {
     add(counters.batches, 1);
     add(counters.pairs, server->items.size());
     add(counters.experts, server->groups.size());
-    add(counters.busy_ns, monotonic_ns() - server->jobs[0].picked_ns);
+    add(counters.busy_ns, p2p::now_ns() - server->jobs[0].picked_ns);
     for (uint32_t i = 0; i < server->job_count; i++) {
         const Job& job = server->jobs[i];
         add(job.status == STATUS_OK         ? counters.requests
@@ -465,7 +457,7 @@ void let_others_pass(ExpertServer* server) {
 
 bool may_take(ExpertServer* server) {
     uint64_t lease_ns = server->lease_ns.load();
-    return lease_ns == UINT64_MAX || (lease_ns && clock_ns(CLOCK_BOOTTIME) < lease_ns);
+    return lease_ns == UINT64_MAX || (lease_ns && p2p::now_ns(CLOCK_BOOTTIME) < lease_ns);
 }
 
 // Computes the next batch, or finds none.
@@ -483,7 +475,7 @@ void lead(ExpertServer* server) {
     void* page = server->page;
     for (;;) {
         uint32_t seen = p2p_bell_read(page, 0);
-        uint64_t now_ns = monotonic_ns();
+        uint64_t now_ns = p2p::now_ns();
         if (page) p2p_bell_beat(page);
         if (server->stopped.load() || server->starved || now_ns >= server->run_until_ns) break;
         let_others_pass(server);
@@ -596,7 +588,7 @@ P2P_API void expert_server_stop(ExpertServer* server) {
 P2P_API int32_t expert_server_run(ExpertServer* server, uint64_t max_ns) {
     // Before the run: lane 0 may lead before another lane has looked.
     const uint32_t before = server->batch.load();
-    server->run_until_ns = monotonic_ns() + max_ns;
+    server->run_until_ns = p2p::now_ns() + max_ns;
     server->running.store(true);
     server->starved = false;
     auto serve = [&](uint32_t lane) { lane ? follow(server, lane, before) : lead(server); };

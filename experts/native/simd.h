@@ -254,45 +254,31 @@ EAAS_INLINE f32x16 exp(f32x16 x) {
 // x / (1 + e**-x): -0 at very negative x, x itself at large x.
 EAAS_INLINE f32x16 silu(f32x16 x) { return x / (splat(1.0f) + exp(-x)); }
 
-// ---- sixteen lanes: reductions, always by the tree i + (i + 8), + 4, + 2, + 1
+// ---- sixteen lanes: reductions, always by the tree i + (i + 8), + 4, + 2, + 1. In registers: attention and norms wait for
+// every one.
 
-#if defined(EAAS_ISA_AVX2) || defined(EAAS_ISA_AVX512)
-// In registers: attention and norms wait for every one.
+template <class Op>
+EAAS_INLINE float reduced(f32x16 x, Op op) {
 #if defined(EAAS_ISA_AVX512)
-EAAS_INLINE __m256 lower_half(f32x16 x) { return __builtin_shufflevector(x.a, x.a, 0, 1, 2, 3, 4, 5, 6, 7); }
-EAAS_INLINE __m256 upper_half(f32x16 x) { return __builtin_shufflevector(x.a, x.a, 8, 9, 10, 11, 12, 13, 14, 15); }
-#else
-EAAS_INLINE __m256 lower_half(f32x16 x) { return x.a; }
-EAAS_INLINE __m256 upper_half(f32x16 x) { return x.b; }
+    const auto eight = op(__builtin_shufflevector(x.a, x.a, 0, 1, 2, 3, 4, 5, 6, 7),
+                          __builtin_shufflevector(x.a, x.a, 8, 9, 10, 11, 12, 13, 14, 15));
+#elif defined(EAAS_ISA_AVX2)
+    const auto eight = op(x.a, x.b);
 #endif
+#if defined(EAAS_ISA_AVX512) || defined(EAAS_ISA_AVX2)
+    const auto four = op(__builtin_shufflevector(eight, eight, 0, 1, 2, 3), __builtin_shufflevector(eight, eight, 4, 5, 6, 7));
+#else
+    const auto four = op(op(x.a, x.c), op(x.b, x.d));
+#endif
+    const auto two = op(four, __builtin_shufflevector(four, four, 2, 3, 2, 3));
+    return op(two[0], two[1]);
+}
 EAAS_INLINE float sum(f32x16 x) {
-    const __m256 eight = _mm256_add_ps(lower_half(x), upper_half(x));
-    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
-    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
-    return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
+    return reduced(x, [](auto p, auto q) __attribute__((always_inline)) { return p + q; });
 }
 EAAS_INLINE float max_of(f32x16 x) {
-    const __m256 eight = _mm256_max_ps(lower_half(x), upper_half(x));
-    const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
-    const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
-    return _mm_cvtss_f32(_mm_max_ss(two, _mm_shuffle_ps(two, two, 1)));
+    return reduced(x, [](auto p, auto q) __attribute__((always_inline)) { return p > q ? p : q; });
 }
-#else
-EAAS_INLINE float sum(f32x16 x) {
-    float lanes[16];
-    store(lanes, x);
-    for (int width = 8; width; width >>= 1)
-        for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
-    return lanes[0];
-}
-EAAS_INLINE float max_of(f32x16 x) {
-    float lanes[16];
-    store(lanes, x);
-    for (int width = 8; width; width >>= 1)
-        for (int i = 0; i < width; ++i) lanes[i] = lanes[i] > lanes[i + width] ? lanes[i] : lanes[i + width];
-    return lanes[0];
-}
-#endif
 
 // ---- bf16: the upper half of a float
 

@@ -13,12 +13,6 @@
 
 namespace p2p {
 
-uint64_t now_ns() {
-    timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return uint64_t(now.tv_sec) * 1'000'000'000 + uint64_t(now.tv_nsec);
-}
-
 namespace {
 
 constexpr uint64_t NAP_NS = 20'000;

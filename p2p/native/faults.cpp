@@ -16,10 +16,13 @@
 
 #include "p2p/native/doorbell.h"
 #include "p2p/native/frame.h"
+#include "p2p/native/wait.h"
 
 std::atomic<uint32_t> p2p_faults_armed{0};
 
 namespace {
+
+using p2p::now_ns;
 
 constexpr uint64_t SLICE_NS = 5'000'000;  // a fault that is disarmed keeps nobody longer
 constexpr const char* POINTS[] = {
@@ -34,8 +37,6 @@ uint32_t point_of(const char* text) {
         if (!std::strcmp(POINTS[i], text)) return i;
     return POINT_COUNT;
 }
-
-uint64_t now_ns() { return uint64_t(std::chrono::steady_clock::now().time_since_epoch().count()); }
 
 uint64_t mix(uint64_t z) {  // splitmix64
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9;

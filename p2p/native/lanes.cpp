@@ -3,7 +3,6 @@
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
-#include <time.h>
 
 #include <algorithm>
 #include <atomic>
@@ -236,8 +235,6 @@ P2P_API void p2p_lanes_trace(LanePool* pool, LaneStamp* stamps, uint32_t capacit
 
 P2P_API void p2p_lanes_stamp(LanePool* pool, uint32_t lane, uint64_t phase) {
     if (!pool || !pool->stamps || pool->stamps_count[lane] == pool->stamps_capacity) return;
-    timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
     uint64_t at = uint64_t(lane) * pool->stamps_capacity + pool->stamps_count[lane]++;
-    pool->stamps[at] = {uint64_t(now.tv_sec) * 1'000'000'000 + uint64_t(now.tv_nsec), phase};
+    pool->stamps[at] = {p2p::now_ns(), phase};
 }

@@ -15,6 +15,7 @@
 #include "p2p/native/gpu.h"
 #include "p2p/native/monitor.h"
 #include "p2p/native/nixl_path.h"
+#include "p2p/native/wait.h"
 
 namespace p2p {
 
@@ -45,8 +46,6 @@ struct Job {
     P2pNixlPath* path;    // to destroy; null: to make
     std::string address;  // to join, where one is made
 };
-
-uint64_t now_ns();
 
 }  // namespace p2p
 
