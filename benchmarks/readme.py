@@ -20,7 +20,7 @@ Row = dict[str, Any]
 PEERS = ("transformers", "llamacpp", "vllm")
 TITLES = {"transformers": "transformers", "llamacpp": "llama.cpp", "vllm": "vLLM"}
 # What tells two measurements of one benchmark apart; of those that agree in it the newest counts.
-DECODE = ("shape", "experts", "lanes_per_server", "busy_core", "peers", "batch")
+DECODE = ("isa", "shape", "experts", "lanes_per_server", "busy_core", "peers", "batch")
 VLLM = ("shape", "vllm", "experts", "bind", "batch")
 HTTP_PAIR = ("isa", "shape", "version", "vllm_dtype", "prompt", "streams")
 HANDOVER = ("shape", "batch", "servers", "lanes_per_server")
@@ -38,8 +38,8 @@ def newest(benchmark: str, fields: Sequence[str], folder: Path = RESULTS) -> lis
     """The newest record of each combination of `fields`, sorted by them; a field that is absent sorts first."""
     path = folder / f"{benchmark}.jsonl"
     found: dict[tuple[Any, ...], Row] = {}
-    for line in path.read_text().splitlines() if path.exists() else []:
-        row = json.loads(line)
+    for number, line in enumerate(path.read_text().splitlines() if path.exists() else []):
+        row = json.loads(line) | {"number": number}
         # By engine where several were measured; some benchmarks have one, and its figure alone.
         speeds = row.get("tokens_per_s")
         row["peers"] = ",".join(peer for peer in PEERS if isinstance(speeds, dict) and peer in speeds)
@@ -88,6 +88,9 @@ def short(folder: Path = RESULTS) -> str:
     """What README.md has between its marks: the kill that its picture shows, and the comparison with llama.cpp."""
     kills, decode = newest("kill", KILL, folder), newest("decode", DECODE, folder)
     beside = [row for row in decode if "llamacpp" in row["tokens_per_s"]]
+    # Of the machine that was measured last.
+    last = max(beside, key=lambda row: row["number"], default=None)
+    beside = [row for row in beside if last and row["isa"] == last["isa"]]
     parts = [kill_line(kills[-1])] if kills else []
     parts += ["## Beside llama.cpp", comparison_table(beside)] if beside else []
     return "\n\n".join(parts)

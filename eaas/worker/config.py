@@ -69,8 +69,9 @@ class EngineOptions(Options):
     )
     prefill_share: float = option(
         0.5,
-        "Least share of their speed alone that prompts keep while other requests generate. Above it, a step with "
-        "prompts takes at most twice as long as one without; 1: prompts may take all rows of a step.",
+        "Least share of their speed alone that prompts keep while other requests generate; more where more requests "
+        "wait than generate. Above it, a step with prompts takes at most twice as long as one without; 1: prompts may "
+        "take all rows of a step.",
         above=0,
         most=1,
     )

@@ -288,8 +288,9 @@ class Scheduler:
         self._grow()
         ahead = self._ahead() if self._background else self._decoding
         budget = self.config.step_tokens - len(ahead)
-        if ahead and budget > 0 and len(self._live) > len(self._decoding):
-            budget = rows_beside(self.step_time, len(ahead), budget, self.config.prefill_share)
+        waiting = len(self._live) - len(self._decoding) - len(self._parked)
+        if ahead and budget > 0 and waiting > 0:
+            budget = rows_beside(self.step_time, len(ahead), waiting, budget, self.config.prefill_share)
             budget *= self._mixed_steps < MOST_MIXED
         self._begun, self.rests, self._drafted = [], False, False
         chunks = self._chunks(budget) if budget > 0 else []

@@ -10,6 +10,8 @@ from bisect import bisect_left, bisect_right
 
 # A step with prompts beside it is at most so many times as long as one without.
 STRETCH = 2.0
+# Of the speed that prompts have alone, however many wait: the rest of it would make a step several times as long.
+MOST_SHARE = 0.9
 # How fast a step displaces what was thought of its size, and of all.
 OWN, ALL = 1 / 8, 1 / 16
 # Of steps of one size, one after another, one in so many is looked at.
@@ -77,14 +79,16 @@ class StepTime:
             times[at] = max(min(times[at], after), after * sizes[at] / sizes[at + 1])
 
 
-def rows_beside(time: StepTime, generating: int, most: int, share: float) -> int:
+def rows_beside(time: StepTime, generating: int, waiting: int, most: int, share: float) -> int:
     """How many rows of prompts, 1 to `most`, a step has beside those of requests that generate.
 
     As many as leave it within STRETCH times its length without; but not fewer than it takes to compute prompts at
-    `share` of the speed that they have alone.
+    `share` of the speed that they have alone, or, where many requests wait for their prompts, at the part that they
+    are of all.
     """
     if not time.known:
         return most
+    share = max(share, min(MOST_SHARE, waiting / (waiting + generating)))
     longest_s, rows = STRETCH * time.of(generating), range(1, most + 1)
     slowest = share * (generating + most) / time.of(generating + most)
     short = bisect_right(rows, longest_s, key=lambda count: time.of(generating + count))

@@ -81,7 +81,7 @@ def learned(curve: Curve) -> StepTime:
         for _ in range(100 * EVERY):
             found.took(MOST, curve(MOST))
             found.took(generating, curve(generating))
-            rows = generating + rows_beside(found, generating, MOST - generating, 0.5)
+            rows = generating + rows_beside(found, generating, 1, MOST - generating, 0.5)
             found.took(rows, curve(rows))
     return found
 
@@ -105,7 +105,7 @@ def test_prompts_make_steps_twice_as_long_or_have_no_more_than_their_least_speed
     curve = MACHINES[machine]
     found, most = learned(curve), MOST - generating
     alone = MOST / curve(MOST)
-    rows = rows_beside(found, generating, most, 0.5)
+    rows = rows_beside(found, generating, 1, most, 0.5)
     longer = curve(generating + rows) / curve(generating)
     if longer > 1.1 * STRETCH:
         assert rows / curve(generating + rows) < 0.6 * alone, (rows, longer)
@@ -117,12 +117,28 @@ def test_prompts_make_steps_twice_as_long_or_have_no_more_than_their_least_speed
 
 def test_a_machine_on_which_rows_cost_nothing_computes_prompts_as_fast_as_ever() -> None:
     found = learned(MACHINES["accelerator"])
-    assert rows_beside(found, 32, MOST - 32, 0.5) == MOST - 32
+    assert rows_beside(found, 32, 1, MOST - 32, 0.5) == MOST - 32
 
 
 def test_prompts_have_all_rows_where_nothing_was_measured_or_their_share_is_all() -> None:
-    assert rows_beside(StepTime(MOST), 8, 504, 0.5) == 504
-    assert rows_beside(learned(MACHINES["two cores"]), 8, 504, 1.0) == 504
+    assert rows_beside(StepTime(MOST), 8, 1, 504, 0.5) == 504
+    assert rows_beside(learned(MACHINES["two cores"]), 8, 1, 504, 1.0) == 504
+
+
+def test_the_more_requests_wait_for_their_prompts_the_faster_those_go_and_never_alone() -> None:
+    """As the part that they are of all, so that who waits and who generates count alike."""
+    curve = MACHINES["two cores"]
+    found, alone = learned(curve), MOST / curve(MOST)
+
+    def speed(generating: int, waiting: int) -> float:
+        rows = rows_beside(found, generating, waiting, MOST - generating, 0.5)
+        return rows / curve(generating + rows) / alone
+
+    speeds = [speed(8, waiting) for waiting in (1, 8, 16, 32, 72)]
+    assert speeds[0] == speeds[1] and speeds == sorted(speeds), speeds
+    for waiting, found_speed in zip((16, 32, 72), speeds[2:], strict=True):
+        assert found_speed == pytest.approx(waiting / (waiting + 8), abs=0.1)
+    assert speed(1, 1000) == speed(1, 9) < 0.97
 
 
 def test_a_prompt_goes_on_however_long_steps_take() -> None:
@@ -131,7 +147,7 @@ def test_a_prompt_goes_on_however_long_steps_take() -> None:
     for _ in range(50):
         found.took(2, 10.0)
         found.took(3, 10.0)
-    assert rows_beside(found, 1, 511, 1e-9) >= 1
+    assert rows_beside(found, 1, 1, 511, 1e-9) >= 1
 
 
 def test_chunks_are_bounded_beside_those_who_generate_and_nowhere_else() -> None:
@@ -158,7 +174,7 @@ def test_chunks_are_bounded_beside_those_who_generate_and_nowhere_else() -> None
     assert step() == 1
     add("beside", 1024)
     rows = [step() for _ in range(3)]
-    bound = rows_beside(scheduler.step_time, 1, MOST - 1, 0.5)
+    bound = rows_beside(scheduler.step_time, 1, 1, MOST - 1, 0.5)
     assert rows == [1 + bound] * 3 and bound < 64
     scheduler.cancel(0, "alone")
     assert step() == MOST
