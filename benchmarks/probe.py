@@ -28,8 +28,8 @@ def _beyond_cache() -> int:
     return min(max(2 * kib << 10, 64 << 20), 512 << 20)
 
 
-# Bytes of weights in turn: twice the last-level cache, so that none is found there. No more than 512 MiB: a larger cache is
-# shared by more hosts than this.
+# Bytes of weights in turn: twice the last-level cache, so that none is found there. No more than 512 MiB, for a larger
+# cache is shared by more hosts than this.
 BEYOND_CACHE = _beyond_cache()
 
 
