@@ -26,6 +26,7 @@ from typing import Any
 
 from benchmarks import p2p_incast
 from benchmarks.p2p_plot import plot
+from benchmarks.probe import last_cache_bytes
 from benchmarks.report import RESULTS, record, spread
 from benchmarks.setting import numbers
 from benchmarks.transports.native import COPIES, Copies, build
@@ -38,7 +39,6 @@ PACKAGES = ("numpy", "grpcio", "nixl-cu13")
 TAKEN_BYTES = 8
 FEWEST, MOST = 4, 5000
 IDLE_S = 3.0
-L3_BYTES = 32 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,7 +234,7 @@ def copies(loops: Path, options: argparse.Namespace) -> None:
     """Within one process and on one core: what put, seal and open cost beside copying the same bytes."""
     for nbytes in (4096, 65536, 524288):
         for footprint in ("warm", "4 x L3"):
-            pieces = 1 if footprint == "warm" else 4 * l3_bytes() // (2 * nbytes)
+            pieces = 1 if footprint == "warm" else 4 * last_cache_bytes() // (2 * nbytes)
             measured = Copies(loops, nbytes, pieces)
             calls = max(1, int(options.cell_s * 5e9) // nbytes // pieces) * pieces
             rounds: dict[str, list[float]] = {what: [] for what in COPIES}
@@ -256,12 +256,6 @@ def copies(loops: Path, options: argparse.Namespace) -> None:
                 },
             }
             write(result, options)
-
-
-def l3_bytes() -> int:
-    """Of the last-level cache; 32 MiB where the system does not tell."""
-    path = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
-    return int(path.read_text().strip().removesuffix("K")) << 10 if path.exists() else L3_BYTES
 
 
 def idle(running: Star, transports: Sequence[str], options: argparse.Namespace) -> None:

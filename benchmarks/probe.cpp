@@ -24,20 +24,27 @@ PROBE int64_t probe_read(const void* from, uint64_t n) {
     return sum[0][0];
 }
 
+#if defined(__AVX512F__)
+#define PROBE_REGISTER "+v"
+#else
+#define PROBE_REGISTER "+x"
+#endif
+
 namespace {
 
 // Runs `step` over independent chains that fill the pipes; returns the steps done.
 template <class Register, class Step>
 double steps_of(uint64_t iterations, Register start, Step step) {
-    constexpr int kChains = 12;
+    constexpr int kChains = sizeof(Register) == 64 ? 24 : 12;  // of 32 registers, or 16
     Register chains[kChains];
-    for (Register& chain : chains) chain = start;
+#define PROBE_EACH_CHAIN _Pragma("GCC unroll 24") for (int i = 0; i < kChains; ++i)
+    PROBE_EACH_CHAIN chains[i] = start;
     for (uint64_t n = 0; n < iterations; ++n) {
         // Opaque to the compiler, which would compute equal chains once.
-        _Pragma("GCC unroll 12") for (int i = 0; i < kChains; ++i) asm volatile("" : "+x"(chains[i]));
-        _Pragma("GCC unroll 12") for (int i = 0; i < kChains; ++i) chains[i] = step(chains[i]);
+        PROBE_EACH_CHAIN asm volatile("" : PROBE_REGISTER(chains[i]));
+        PROBE_EACH_CHAIN chains[i] = step(chains[i]);
     }
-    for (Register& chain : chains) asm volatile("" : "+x"(chain));
+    PROBE_EACH_CHAIN asm volatile("" : PROBE_REGISTER(chains[i]));
     return static_cast<double>(kChains) * static_cast<double>(iterations);
 }
 
@@ -69,6 +76,9 @@ PROBE double probe_rate(uint64_t iterations, uint32_t bits, uint32_t dot) {
     return 8 * steps_of(iterations, scale, [=](__m128 x) { return _mm_add_ps(_mm_mul_ps(x, scale), scale); });
 }
 
+// Calls so far of each lane: the next one takes other weights or keys than the last.
+static thread_local uint32_t turn = 0;
+
 // experts_linear, or with `inter` experts_ffn_gate_up, `calls` times over `copies` of the weights in turn.
 PROBE void probe_product(void* kernel, int dtype, const uint8_t* packed, uint64_t apart, uint32_t copies,
                          uint32_t rows, uint32_t k, const void* x, uint32_t m, void* out, uint32_t tile0,
@@ -78,7 +88,7 @@ PROBE void probe_product(void* kernel, int dtype, const uint8_t* packed, uint64_
     typedef void (*GateUp)(int, const void*, uint32_t, uint32_t, const void*, uint64_t, uint32_t, void*,
                            uint64_t, uint32_t, uint32_t);
     for (uint32_t i = 0; i < calls; ++i) {
-        const uint8_t* w = packed + i % copies * apart;
+        const uint8_t* w = packed + turn++ % copies * apart;
         if (gate_up)
             reinterpret_cast<GateUp>(kernel)(dtype, w, k, rows, x, k, m, out, rows, tile0, tile1);
         else
@@ -94,13 +104,13 @@ PROBE void probe_attend(const eaas::Ops* ops, const uint8_t* cache, const int32_
                         uint32_t q_heads, uint32_t dim, uint32_t rows, uint32_t first_row, const float* queries,
                         float* out, uint32_t head0, uint32_t head1, uint32_t calls) {
     const uint32_t heads = q_heads / kv_heads;
-    for (uint32_t call = 0; call < calls; ++call)
+    for (uint32_t call = 0; call < calls; ++call, ++turn)
         for (uint32_t head = head0; head < head1; ++head) {
             eaas::Attend attend{};
             attend.head_dim = attend.value_dim = dim;
             attend.dtype = 1;
             attend.cache = cache;
-            attend.table = tables + call % copies * blocks;
+            attend.table = tables + turn % copies * blocks;
             attend.block_tokens = block_tokens;
             attend.block_bytes = head_bytes * kv_heads;
             attend.head_bytes = head * head_bytes;

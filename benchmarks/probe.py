@@ -19,18 +19,19 @@ import numpy as np
 from p2p.build import ROOT, run_compiler
 
 _LAST_CACHE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")  # such as 32768K
-_ITERATIONS = 1_000_000  # some 3 ms
+_ITERATIONS = 500_000  # some 5 ms
+_READ_BYTES = 64 << 20
 _REGISTER_BITS = {"avx512": 512, "avx2": 256, "portable": 128}
 
 
-def _beyond_cache() -> int:
-    kib = int(_LAST_CACHE.read_text().strip().removesuffix("K")) if _LAST_CACHE.exists() else 0
-    return min(max(2 * kib << 10, 64 << 20), 512 << 20)
+def last_cache_bytes() -> int:
+    """Of the last-level cache; 32 MiB where the system does not tell."""
+    return int(_LAST_CACHE.read_text().strip().removesuffix("K")) << 10 if _LAST_CACHE.exists() else 32 << 20
 
 
 # Bytes of weights in turn: twice the last-level cache, so that none is found there. No more than 512 MiB, for a larger
 # cache is shared by more hosts than this.
-BEYOND_CACHE = _beyond_cache()
+BEYOND_CACHE = min(max(2 * last_cache_bytes(), _READ_BYTES), 512 << 20)
 
 
 @cache
@@ -53,7 +54,17 @@ def compiled(name: str, *links: Path) -> ctypes.CDLL:
     """
     with tempfile.TemporaryDirectory(prefix="eaas-probe-") as folder:
         path, source = Path(folder) / "probe.so", ROOT / "benchmarks" / name
-        flags = ["-std=c++20", "-O3", "-march=native", "-shared", "-fPIC", "-I", str(ROOT), str(source)]
+        flags = [
+            "-std=c++20",
+            "-O3",
+            "-march=native",
+            "-ffp-contract=off",
+            "-shared",
+            "-fPIC",
+            "-I",
+            str(ROOT),
+            str(source),
+        ]
         flags += [*map(str, links), *(f"-Wl,-rpath,{link.parent}" for link in links)]
         run_compiler([*flags, "-o", str(path)])
         return ctypes.CDLL(str(path))
@@ -76,6 +87,13 @@ def pointer(array: np.ndarray, element: int = 0) -> ctypes.c_void_p:
 def part(count: int, lane: int, lanes: int) -> tuple[int, int]:
     """The contiguous share of one lane, as native code splits it."""
     return count * lane // lanes, count * (lane + 1) // lanes
+
+
+@cache
+def _memory() -> np.ndarray:
+    memory = huge(BEYOND_CACHE // _READ_BYTES * _READ_BYTES)
+    memory[:] = 1
+    return memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,8 +119,7 @@ class Lanes:
         self.count = len(cores)
         self._pool = ThreadPoolExecutor(self.count)
         self._barrier = threading.Barrier(self.count)
-        self._memory = huge(BEYOND_CACHE)
-        self._memory[:] = 1
+        self._memory, self._at = _memory(), 0
 
         def pin(core: int) -> None:
             os.sched_setaffinity(0, {core})
@@ -129,10 +146,12 @@ class Lanes:
             dot: Whether its products are of bfloat16 pairs, where that instruction set has an instruction for them.
         """
         native = library()
-        share = len(self._memory) // self.count // 512 * 512
+        # Another piece than the last time.
+        start, share = self._at, _READ_BYTES // self.count // 512 * 512
+        self._at = (start + _READ_BYTES) % len(self._memory)
 
         def read(lane: int) -> None:
-            native.probe_read(pointer(self._memory, lane * share), ctypes.c_uint64(share))
+            native.probe_read(pointer(self._memory, start + lane * share), ctypes.c_uint64(share))
 
         flops = [0.0] * self.count
 

@@ -20,11 +20,11 @@ Row = dict[str, Any]
 PEERS = ("transformers", "llamacpp", "vllm")
 TITLES = {"transformers": "transformers", "llamacpp": "llama.cpp", "vllm": "vLLM"}
 # What tells two measurements of one benchmark apart; of those that agree in it the newest counts.
-DECODE = ("isa", "shape", "experts", "lanes_per_server", "busy_core", "peers", "batch")
+DECODE = ("machine", "shape", "experts", "lanes_per_server", "busy_core", "peers", "batch")
 VLLM = ("shape", "vllm", "experts", "bind", "batch")
-HTTP_PAIR = ("isa", "shape", "version", "vllm_dtype", "prompt", "streams")
-HANDOVER = ("shape", "batch", "servers", "lanes_per_server")
-GATEWAY = ("shape", "experts", "streams")
+HTTP_PAIR = ("machine", "shape", "version", "vllm_dtype", "prompt", "streams")
+HANDOVER = ("machine", "shape", "batch", "servers", "lanes_per_server")
+GATEWAY = ("machine", "shape", "experts", "streams")
 BALANCE = ("setting",)
 RECOVERY = ("experts", "attention", "pool", "fault")
 FAILOVER = ("what", "share_of_core", "streams", "model")
@@ -43,7 +43,7 @@ def newest(benchmark: str, fields: Sequence[str], folder: Path = RESULTS) -> lis
         # By engine where several were measured; some benchmarks have one, and its figure alone.
         speeds = row.get("tokens_per_s")
         row["peers"] = ",".join(peer for peer in PEERS if isinstance(speeds, dict) and peer in speeds)
-        row["isa"] = ", ".join(row["hardware"]["isa"])
+        row["machine"] = ", ".join((row["hardware"]["cpu"], *row["hardware"]["isa"]))
         found[key(row, fields)] = row
     return [found[name] for name in sorted(found)]
 
@@ -62,8 +62,8 @@ def latest(folder: Path = RESULTS) -> str:
     parts += [http_pair_table(list(rows)) for _, rows in groupby(pair, lambda row: key(row, HTTP_PAIR[:4]))]
     parts += vllm_table(newest("vllm", VLLM, folder))
     handover, gateway = newest("handover", HANDOVER, folder), newest("gateway", GATEWAY, folder)
-    parts += [handover_table(handover)] if handover else []
-    parts += [gateway_table(gateway)] if gateway else []
+    for rows_of, table in ((handover, handover_table), (gateway, gateway_table)):
+        parts += [table(list(rows)) for _, rows in groupby(rows_of, lambda row: row["machine"])]
     parts += idle_table(newest("idle", ("experts",), folder))
     parts += balance_table(newest("balance", BALANCE, folder))
     parts += shapes_table(newest("elasticity_shapes", (), folder))
@@ -90,7 +90,7 @@ def short(folder: Path = RESULTS) -> str:
     beside = [row for row in decode if "llamacpp" in row["tokens_per_s"]]
     # Of the machine that was measured last.
     last = max(beside, key=lambda row: row["number"], default=None)
-    beside = [row for row in beside if last and row["isa"] == last["isa"]]
+    beside = [row for row in beside if last and row["machine"] == last["machine"]]
     parts = [kill_line(kills[-1])] if kills else []
     parts += ["## Beside llama.cpp", comparison_table(beside)] if beside else []
     return "\n\n".join(parts)

@@ -16,11 +16,7 @@ namespace {
 constexpr uint64_t SILENCE_NS = 10'000'000'000;
 constexpr int SILENT = -100;
 
-uint64_t now_ns() {
-    timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return uint64_t(now.tv_sec) * 1'000'000'000 + uint64_t(now.tv_nsec);
-}
+using p2p::now_ns;
 
 }  // namespace
 

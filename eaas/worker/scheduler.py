@@ -288,8 +288,8 @@ class Scheduler:
         self._grow()
         ahead = self._ahead() if self._background else self._decoding
         budget = self.config.step_tokens - len(ahead)
-        waiting = len(self._live) - len(self._decoding) - len(self._parked)
-        if ahead and budget > 0 and waiting > 0:
+        if ahead and budget > 0 and len(self._live) > len(self._decoding):
+            waiting = max(0, len(self._live) - self._background - len(ahead) - len(self._parked))
             budget = rows_beside(self.step_time, len(ahead), waiting, budget, self.config.prefill_share)
             budget *= self._mixed_steps < MOST_MIXED
         self._begun, self.rests, self._drafted = [], False, False

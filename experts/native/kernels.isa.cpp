@@ -22,8 +22,8 @@ constexpr uint32_t kGroupRows = 6;  // that the registers hold
 constexpr bool kWhole = kPartLanes == 16;
 constexpr uint32_t kStagedRow = kWhole ? 128 : 256;  // words: the activations of one row for one chunk
 constexpr uint32_t kPanelRows = kWhole ? 24 : 48;    // staged at once: 12 KB, or 48
-constexpr uint32_t kNear = 2048;                     // bytes from the second cache to the first, beforehand
 constexpr uint32_t kTiles = kWhole ? 1 : 4;          // that share them: 6 KB of accumulators, or 48
+constexpr uint32_t kNear = 2048;                     // bytes from the second cache to the first, beforehand
 
 // One k of float32 weights.
 struct StepF32 {
@@ -104,7 +104,7 @@ struct StepBf16 {
 
 // Adds `steps` steps of M rows to blocks [block, block + B) of acc[M][64]. x: staged rows. next: what to
 // fetch meanwhile, `apart` bytes per step and block: left to itself the hardware fetches too little of one row's stream (72%
-// of the bandwidth, 92% so), nothing of the next chunk while several groups pass over this one, and does not follow a pass
+// of the bandwidth on a Xeon, 92% so), nothing of the next chunk while several groups pass over this one, and does not follow a pass
 // that takes every fourth line.
 template <class Step, int M, int B>
 __attribute__((noinline)) void group(const uint8_t* w, const float* x, uint32_t steps, uint32_t block,
@@ -175,7 +175,7 @@ void panel(const uint8_t* packed, uint64_t tile_bytes, uint32_t k, const typenam
         for (uint32_t i = 0; i < m; ++i) Step::stage(x + i * x_stride + k0, now, staged + i * kStagedRow);
         for (uint32_t t = 0; t < count; ++t) {
             const uint8_t* const w = first + t * tile_bytes + offset;
-            // The chunk after this one: of the next tile, else of the next k, else of what follows.
+            // The chunk after this one: of the next tile, else of the next k, else what most likely follows.
             const uint8_t* const next = t + 1 < count ? w + tile_bytes
                                         : k0 + now < k ? first + offset + steps * kStepBytes
                                                        : first + count * tile_bytes;

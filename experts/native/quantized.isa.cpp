@@ -216,7 +216,7 @@ struct Kind {
         }
     }
 
-    // Reads the scales before the codes, though they are used after: only memory that is read in order is fetched ahead.
+    // Reads the scales before the codes, though they are used after: the hardware fetches only what is read in order.
     EAAS_INLINE void touch_head(const uint8_t* w) {
         for (uint32_t at = 0; at < kHeadBytes; at += kBlockBytes) {
             __builtin_prefetch(w + kAhead + at);

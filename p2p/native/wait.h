@@ -12,7 +12,7 @@
 
 namespace p2p {
 
-// About what waking an idle core takes. By the clock: a pause takes 13 to 60 ns, from processor to processor.
+// About what waking an idle core takes. By the clock: a pause takes 13 to 60 ns on x86-64, from processor to processor.
 constexpr uint64_t SPIN_NS = 50'000;
 constexpr uint32_t PAUSES_A_LOOK = 16;  // between two looks at the clock
 
@@ -40,7 +40,8 @@ bool spin_until(Ready ready) {
             pause_once();
         }
     } while (now_ns() < end_ns);
-    return false;
+    // It may have been away from its core since it looked.
+    return ready();
 }
 
 enum class Scope : int { SHARED = 0, PRIVATE = FUTEX_PRIVATE_FLAG };

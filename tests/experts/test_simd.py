@@ -133,7 +133,17 @@ def test_reductions_follow_one_tree(probes: Mapping[str, ctypes.CDLL]) -> None:
         half = tree.shape[1] // 2
         tree = tree[:, :half] + tree[:, half:]
     np.testing.assert_array_equal(everywhere(probes, "sum", x, out=500), tree[:, 0])
-    np.testing.assert_array_equal(everywhere(probes, "max_of", x, out=500), x.reshape(-1, 16).max(axis=1))
+    # Not numbers and both zeros among them: where either is NaN, and where both are zero, the second.
+    odd = np.where(np.random.default_rng(SEED).random(x.shape) < 0.7, x, all_magnitudes(len(x))[-len(x) :])
+    odd[::7], odd[3::11] = 0.0, -0.0
+    odd[5 * 16 :: 37] = np.nan
+    tree = odd.reshape(-1, 16)
+    while tree.shape[1] > 1:
+        low, high = np.split(tree, 2, axis=1)
+        tree = np.where(low > high, low, high)
+    found = everywhere(probes, "max_of", odd, out=500)
+    np.testing.assert_array_equal(found, tree[:, 0])
+    np.testing.assert_array_equal(np.signbit(found), np.signbit(tree[:, 0]))
 
 
 def test_bfloat16_pairs_split_into_even_and_odd(probes: Mapping[str, ctypes.CDLL]) -> None:
