@@ -14,7 +14,6 @@ namespace p2p {
 
 // About what waking an idle core takes. By the clock: a pause takes 13 to 60 ns on x86-64, from processor to processor.
 constexpr uint64_t SPIN_NS = 50'000;
-constexpr uint32_t PAUSES_A_LOOK = 16;  // between two looks at the clock
 
 inline void pause_once() {
 #if defined(__x86_64__)
@@ -35,7 +34,7 @@ template <class Ready>
 bool spin_until(Ready ready) {
     const uint64_t end_ns = now_ns() + SPIN_NS;
     do {
-        for (uint32_t i = 0; i < PAUSES_A_LOOK; i++) {
+        for (uint32_t i = 0; i < 16; i++) {  // between two looks at the clock
             if (ready()) return true;
             pause_once();
         }
