@@ -79,7 +79,7 @@ def test_polling_processes_without_a_core_each_are_skipped_with_what_they_need(
 
 
 def test_copies_are_compared_at_equal_footprints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(p2p, "l3_bytes", lambda: 1 << 20)
+    monkeypatch.setattr(p2p, "last_cache_bytes", lambda: 1 << 20)
     p2p.main([*BRIEF, "--what", "copies", "--results", str(tmp_path)])
     rows = lines(tmp_path)
     assert [(row["bytes"], row["footprint"]) for row in rows] == [
