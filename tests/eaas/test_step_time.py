@@ -12,7 +12,7 @@ import pytest
 
 from eaas.worker.blocks import BlockPool
 from eaas.worker.engine import Engine, EngineConfig
-from eaas.worker.protocol import SamplingParams, Submit
+from eaas.worker.protocol import SamplingParams, Share, Submit
 from eaas.worker.request import Request
 from eaas.worker.scheduler import Scheduler, SchedulerConfig
 from eaas.worker.step_time import EVERY, STRETCH, StepTime, rows_beside
@@ -156,10 +156,16 @@ def test_chunks_are_bounded_beside_those_who_generate_and_nowhere_else() -> None
     scheduler = Scheduler(SchedulerConfig(max_model_len=4096, step_tokens=MOST), pool)
     scheduler.step_time = learned(curve)
 
-    def add(id: str, prompt: int) -> None:
+    def add(id: str, prompt: int, background: bool = False) -> None:
         params = SamplingParams(max_tokens=1000, ignore_eos=True)
         request = Request(
-            owner=0, id=id, attempt=1, prompt=np.arange(prompt, dtype=np.int32), output=[], params=params
+            owner=0,
+            id=id,
+            attempt=1,
+            prompt=np.arange(prompt, dtype=np.int32),
+            output=[],
+            params=params,
+            share=Share(background=background),
         )
         scheduler.add(request)
 
@@ -173,9 +179,15 @@ def test_chunks_are_bounded_beside_those_who_generate_and_nowhere_else() -> None
     assert step() == MOST
     assert step() == 1
     add("beside", 1024)
+    # Whoever is in the background may wait: streams do not pay for that queue.
+    for number in range(50):
+        add(f"background {number}", 64, background=True)
     rows = [step() for _ in range(3)]
     bound = rows_beside(scheduler.step_time, 1, 1, MOST - 1, 0.5)
     assert rows == [1 + bound] * 3 and bound < 64
+    for number in range(5):
+        add(f"waiting {number}", 1024)
+    assert step() == 1 + rows_beside(scheduler.step_time, 1, 6, MOST - 1, 0.5) > 1 + 2 * bound
     scheduler.cancel(0, "alone")
     assert step() == MOST
 
