@@ -26,12 +26,17 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.rails_network import Network, refusal
+from benchmarks.network import Network, refusal
 from benchmarks.report import record
 
 MBIT = 200.0
 SLOW_MBIT = 60.0
 SLOTS = 16
+
+
+def two_hosts(rails: int, mbit: float) -> Network:
+    """Hosts "a" and "b", and several rails between them."""
+    return Network("ab", [f"rail{number}" for number in range(rails)], mbit)
 
 
 class Ends:
@@ -45,7 +50,7 @@ class Ends:
         self.processes = {
             role: subprocess.Popen(
                 [*network.inside(host), sys.executable, "-m", "benchmarks.rails_end", role,
-                 json.dumps({**plan, **paths, "rails": network.devices(host)})],
+                 json.dumps({**plan, **paths, "rails": network.networks})],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
                 env=os.environ | {"UCX_TLS": "tcp", "NIXL_LOG_LEVEL": "ERROR"},
             )
@@ -146,13 +151,13 @@ def all_live(ends: Ends, rails: int, limit_s: float = 10.0) -> bool:
 def cut(messages: int, seed: int) -> dict[str, Any]:
     """Two rails; one at a time is cut at a random moment, healed, and back before the next: silently or by plug."""
     chance, cuts_s = random.Random(seed), []
-    with Network(2, MBIT) as network, stream(network, messages=messages, seed=seed) as ends:
+    with two_hosts(2, MBIT) as network, stream(network, messages=messages, seed=seed) as ends:
         while pause(ends, chance.uniform(0.05, 0.2)):
             rail, silent = chance.randrange(2), chance.random() < 0.7
-            (network.cut if silent else network.unplug)(rail)
+            (network.cut if silent else network.unplug)("b", f"rail{rail}")
             cuts_s.append(time.monotonic())
             pause(ends, chance.uniform(0.2, 0.6))
-            (network.heal if silent else network.plug)(rail)
+            (network.heal if silent else network.plug)("b", f"rail{rail}")
             if not all_live(ends, 2):
                 break
         return {"cuts": len(cuts_s), **result_of(ends, cuts_s)}
@@ -169,9 +174,9 @@ def three(messages: int, seed: int) -> dict[str, Any]:
     for _ in range(3):
         for kind, took in seconds.items():
             sizes = {"messages": 1200, "seed": seed, "payload": 65536, "exact": True, "slots": 32}
-            with Network(3, SLOW_MBIT) as network, stream(network, **sizes) as ends:
+            with two_hosts(3, SLOW_MBIT) as network, stream(network, **sizes) as ends:
                 if kind == "cut":
-                    network.cut(0)
+                    network.cut("b", "rail0")
                 results.append(result_of(ends))
                 arrivals = np.load(ends.arrivals_path)
             # The switch itself has its own figure: this is about the bandwidth that is left.
@@ -196,31 +201,31 @@ def worst(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def flap(messages: int, seed: int) -> dict[str, Any]:
     """One of two rails goes down and up every 150 ms."""
     flaps = 0
-    with Network(2, MBIT) as network, stream(network, messages=messages, seed=seed) as ends:
+    with two_hosts(2, MBIT) as network, stream(network, messages=messages, seed=seed) as ends:
         while pause(ends, 0.15):
-            network.cut(0)
+            network.cut("b", "rail0")
             pause(ends, 0.15)
-            network.heal(0)
+            network.heal("b", "rail0")
             flaps += 1
         return {"flaps": flaps, **result_of(ends)}
 
 
 def two(messages: int, seed: int) -> dict[str, Any]:
     """Two of three rails are cut at once, and healed later."""
-    with Network(3, MBIT) as network, stream(network, messages=messages, seed=seed) as ends:
+    with two_hosts(3, MBIT) as network, stream(network, messages=messages, seed=seed) as ends:
         pause(ends, 0.2)
-        network.cut(0)
-        network.cut(1)
+        network.cut("b", "rail0")
+        network.cut("b", "rail1")
         cuts_s = [time.monotonic()]
         pause(ends, 1.0)
-        network.heal(0)
-        network.heal(1)
+        network.heal("b", "rail0")
+        network.heal("b", "rail1")
         return result_of(ends, cuts_s)
 
 
 def stop(messages: int, seed: int) -> dict[str, Any]:
     """The writing process is frozen for three seconds (SIGSTOP): no rail is dead, so none may be closed."""
-    with Network(2, MBIT) as network, stream(network, messages=messages, seed=seed) as ends:
+    with two_hosts(2, MBIT) as network, stream(network, messages=messages, seed=seed) as ends:
         pause(ends, 0.2)
         # The namespace's `ip netns exec` became the process itself.
         ends.processes["writer"].send_signal(signal.SIGSTOP)
@@ -232,7 +237,7 @@ def stop(messages: int, seed: int) -> dict[str, Any]:
 def idle(messages: int, seed: int) -> dict[str, Any]:
     """Messages at a crawl, with much silence between: no rail is closed, nothing is called slow."""
     del messages
-    with Network(2, MBIT) as network, stream(network, messages=40, seed=seed, bytes_per_s=80_000) as ends:
+    with two_hosts(2, MBIT) as network, stream(network, messages=40, seed=seed, bytes_per_s=80_000) as ends:
         pause(ends, 60)
         anomalies = ends.state()["link"]["anomalies"]
         return {"anomalies": anomalies, **result_of(ends)}
@@ -242,10 +247,10 @@ def step(messages: int, seed: int) -> dict[str, Any]:
     """One rail goes from 200 to 80 Mbit/s under a full load: how long until it is called slow (ms)."""
     del messages
     sizes = {"payload": 32768, "exact": True, "messages": 8000}
-    with Network(1, MBIT) as network, stream(network, seed=seed, **sizes) as ends:
+    with two_hosts(1, MBIT) as network, stream(network, seed=seed, **sizes) as ends:
         pause(ends, 2.0)
         before = ends.state()["link"]["anomalies"]
-        network.shape(0, 80)
+        network.shape("b", "rail0", 80)
         stepped_s = time.monotonic()
         delay_ms = float("nan")
         while pause(ends, 0.0) and time.monotonic() < stepped_s + 3:
@@ -253,7 +258,7 @@ def step(messages: int, seed: int) -> dict[str, Any]:
             if link["anomalies"] > before:
                 delay_ms = (link["changed_ns"] / 1e9 - stepped_s) * 1e3
                 break
-        network.shape(0, MBIT)
+        network.shape("b", "rail0", MBIT)
         return {"anomalies_before": before, "flagged_after_ms": round(delay_ms, 1), **result_of(ends)}
 
 

@@ -59,11 +59,12 @@ _FIXED = {
 }
 _CHART = {
     "router": {
-        *("admin_host", "admin_port", "admin_key_file", "store", "journal", "etcd", "cluster", "number"),
+        *("admin_host", "admin_port", "admin_key_file", "store", "journal", "etcd", "etcd_tls_dir", "cluster"),
+        "number",
         *("experts", "attention", "replicas", "redundant_experts", "autoscale"),
     },
-    "expert": {"zone", "dtype", "device", "transport"},
-    "attention": {"dtype", "device", "transport"},
+    "expert": {"zone", "dtype", "device", "transport", "trust_network"},
+    "attention": {"dtype", "device", "transport", "trust_network"},
     "gateway": {
         *("tls_cert", "tls_key", "keys_file", "drain_s", "drain_on_term", "served_model_name", "listen_fd"),
         "resume_key_file",

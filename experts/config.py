@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from p2p.transport import TransportChoice
 from router.config import JoinOptions, ListenerOptions
-from router.options import Options, option
+from router.options import Options, OptionsInvalid, option
 
 AUTO, CHECKPOINT, PEERS = "auto", "checkpoint", "peers"
 # Slots in a client's row of a server's window.
@@ -25,12 +26,25 @@ class ComputingOptions(Options):
         "How processes reach each other: shm (one host), nixl (between hosts), nixl:eth0,eth1 (its rails), cuda:0 (GPU "
         "kernels of one host; which GPU), or nixl@cuda:0 (GPU kernels between hosts).",
     )
+    trust_network: bool = option(
+        False,
+        "Let --transport nixl leave this machine: it neither encrypts nor authenticates rows, so its network must be "
+        "private, or encrypted below (WireGuard, IPsec).",
+    )
     cores: tuple[int, ...] = option(
         (),
         "CPU cores, such as 0,1; a process runs one lane on each. Default: all that it may use; an expert server that "
         "is started by itself: one lane, on any of them.",
         metavar="CORE,...",
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if TransportChoice.parse(self.transport).crosses_network and not self.trust_network:
+            raise OptionsInvalid(
+                f"--transport {self.transport} sends rows unencrypted to other machines. Give --trust-network where "
+                "that network is private, or encrypted below (docs/security.md); on one machine use shm, or nixl:lo."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -53,6 +53,11 @@ class TransportChoice:
         """What the endpoint's rails are called: ("",) where nixl chooses, none where nothing goes over a network."""
         return self.rails or ("",) if self.transport is Transport.NIXL else ()
 
+    @property
+    def crosses_network(self) -> bool:
+        """Whether bytes may leave this machine, as they are: nixl over any rail but the loopback device."""
+        return any(rail != "lo" for rail in self.named_rails)
+
     def opener(self, *, on_device: bool = False) -> Callable[[str, int, int], Endpoint[Any, Any]]:
         """What makes an endpoint from (name, incarnation, lanes); it raises P2PError where it cannot be used here.
 

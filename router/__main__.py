@@ -47,7 +47,7 @@ def store_of(options: RouterOptions) -> tuple[Store, Election | None]:
     """The store that was asked for; with etcd, the election too. Raises as Journal, Etcd and EtcdStore do."""
     if options.journal is not None and options.store == "sqlite":
         return Journal(options.journal), None
-    etcd = Etcd(options.etcd)
+    etcd = Etcd(options.etcd, tls_dir=options.etcd_tls_dir)
     election = Election(etcd, prefix_of(options.cluster), options.leader_ttl_s)
     return EtcdStore(etcd, options.cluster, election), election
 

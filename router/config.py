@@ -95,7 +95,19 @@ class ExpertPoolOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PoolsOptions(ExpertPoolOptions):
+class EtcdOptions(Options):
+    """Whoever keeps state in etcd"""
+
+    etcd_tls_dir: Path | None = option(
+        None,
+        "ca.pem that https etcds are trusted by, and cert.pem and key.pem where they ask for a certificate; default: "
+        "the system's CAs, and none.",
+        metavar="DIR",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolsOptions(ExpertPoolOptions, EtcdOptions):
     """Pools, and who looks after them"""
 
     attention: int = option(

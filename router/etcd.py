@@ -15,10 +15,11 @@ import socket
 import ssl
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
-from router.access import is_loopback
+from router.access import CA, CERT, KEY, is_loopback
 
 Operation = dict[str, Any]
 
@@ -64,20 +65,27 @@ class _Timed(io.RawIOBase):
 class Etcd:
     """The endpoints of one etcd cluster. May be used from any thread."""
 
-    def __init__(self, urls: str, timeout_s: float = 1.0) -> None:
+    def __init__(self, urls: str, timeout_s: float = 1.0, *, tls_dir: Path | None = None) -> None:
         """Nothing is sent yet.
 
         Args:
             urls: Comma-separated, each http://LOOPBACK:PORT or https://HOST:PORT.
             timeout_s: Budget of one call over all of them.
+            tls_dir: With ca.pem, and cert.pem and key.pem if etcd asks for a certificate, read anew for each call, as
+                they are renewed; None: the system's CAs.
 
         Raises:
-            EtcdInvalid: a URL is none, carries a password, or would send in the clear to another host.
+            EtcdInvalid: a URL is none, carries a password, or would send in the clear to another host; or the folder's
+                files cannot be used.
         """
         self.urls = urls
         self._endpoints = [_endpoint(url.strip()) for url in urls.split(",")]
         self._timeout_s = timeout_s
-        self._tls = ssl.create_default_context()
+        self._tls_dir = tls_dir
+        try:
+            self._tls = _context(tls_dir)
+        except (OSError, ssl.SSLError) as error:
+            raise EtcdInvalid(f"--etcd-tls-dir {tls_dir}: {error}. It needs {CA}.") from None
 
     def call(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """POST to /v3/`path` at the first endpoint that answers.
@@ -145,7 +153,8 @@ class Etcd:
                 if endpoint.scheme == "http":
                     return link
                 link.settimeout(_left_s(end_s))
-                return self._tls.wrap_socket(link, server_hostname=host)
+                tls = _context(self._tls_dir) if self._tls_dir else self._tls
+                return tls.wrap_socket(link, server_hostname=host)
             except OSError:
                 link.close()
                 if index == len(found) - 1:
@@ -211,6 +220,13 @@ def _coded(text: str) -> str:
 
 def _decoded(text: str) -> str:
     return base64.b64decode(text, validate=True).decode()
+
+
+def _context(tls_dir: Path | None) -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=tls_dir / CA if tls_dir else None)
+    if tls_dir and (tls_dir / CERT).exists():
+        context.load_cert_chain(tls_dir / CERT, tls_dir / KEY)
+    return context
 
 
 def _endpoint(url: str) -> SplitResult:

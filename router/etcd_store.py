@@ -182,9 +182,9 @@ def prefix_of(cluster: str) -> str:
     return f"/eaas/{cluster}/"
 
 
-def erase(urls: str, cluster: str) -> None:
-    """Forget a cluster that has ended. Raises EtcdUnavailable, EtcdInvalid, ClusterInvalid."""
-    Etcd(urls).txn([], [delete(prefix_of(cluster), prefix=True)])
+def erase(etcd: Etcd, cluster: str) -> None:
+    """Forget a cluster that has ended. Raises EtcdUnavailable, ClusterInvalid."""
+    etcd.txn([], [delete(prefix_of(cluster), prefix=True)])
 
 
 class EtcdStore:

@@ -19,12 +19,23 @@ from router.etcd import Etcd, EtcdUnavailable
 
 
 class EtcdProcess:
-    """One member. It keeps its data and its address when it is started again."""
+    """One member. It keeps its data and its address when it is started again.
 
-    def __init__(self) -> None:
+    Args:
+        tls_dir: With ca.pem, cert.pem and key.pem: it speaks TLS with who shows a certificate of that CA.
+    """
+
+    def __init__(self, tls_dir: Path | None = None) -> None:
         memory = Path("/dev/shm")
         self.folder = Path(tempfile.mkdtemp(prefix="eaas-etcd-", dir=memory if memory.is_dir() else None))
         self.url, self._peers = _free_url(), _free_url()
+        self.tls_dir = tls_dir
+        self._tls: list[str] = []
+        if tls_dir is not None:
+            self.url = self.url.replace("http:", "https:")
+            named = {"trusted-ca-file": "ca", "cert-file": "cert", "key-file": "key"}
+            self._tls = [f"--{option}={tls_dir / name}.pem" for option, name in named.items()]
+            self._tls.append("--client-cert-auth")
         self.process: subprocess.Popen[bytes] | None = None
         self.start()
 
@@ -36,6 +47,7 @@ class EtcdProcess:
                     *("--listen-client-urls", self.url, "--advertise-client-urls", self.url),
                     *("--listen-peer-urls", self._peers, "--initial-advertise-peer-urls", self._peers),
                     *("--initial-cluster", f"default={self._peers}"),
+                    *self._tls,
                 ],
                 stdout=log,
                 stderr=log,
@@ -43,7 +55,7 @@ class EtcdProcess:
         end_s = time.monotonic() + 30
         while True:
             try:
-                Etcd(self.url).call("kv/range", {"key": "YQ=="})
+                Etcd(self.url, tls_dir=self.tls_dir).call("kv/range", {"key": "YQ=="})
                 return
             except EtcdUnavailable as error:
                 said = (self.folder / "log").read_text(errors="replace")[-1000:]
@@ -71,11 +83,11 @@ class EtcdProcess:
 
 
 @contextlib.contextmanager
-def etcd_process() -> Iterator[EtcdProcess]:
+def etcd_process(tls_dir: Path | None = None) -> Iterator[EtcdProcess]:
     """A member for the length of a `with`; the test is skipped where etcd is not installed."""
     if shutil.which("etcd") is None:
         pytest.skip("needs etcd on PATH (Debian: apt-get install etcd-server), found none")
-    process = EtcdProcess()
+    process = EtcdProcess(tls_dir)
     try:
         yield process
     finally:

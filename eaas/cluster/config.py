@@ -12,7 +12,6 @@ from eaas.gateway.config import EndpointOptions, GatewayOptions
 from eaas.worker.config import NO_DRAFTS, NO_OVERLAP, EngineOptions, WorkerOptions, drafts_of
 from experts.config import ComputingOptions, ExpertOptions
 from experts.devices import CPU, CUDA, Device
-from p2p.transport import TransportChoice
 from router.access import bound_address
 from router.config import ChildOptions, ExpertPoolOptions, PoolsOptions, ProcessOptions, RouterOptions
 from router.options import Options, OptionsInvalid, derived, option
@@ -106,7 +105,6 @@ class ClusterConfig(
             "keys (--keys-file)": self.asks_for_keys,
         }
         bound_address("--host", self.host, protection)
-        TransportChoice.parse(self.transport)
         kinds = [Device.parse(device).kind for device in self.device]
         ask, answer = ({kinds[i % len(kinds)] for i in range(n)} for n in (self.attention, self.experts))
         if self.endpoint and ask and answer and ask != answer:

@@ -35,7 +35,7 @@ from p2p.native import named_cores
 from router.access import LAUNCHER, Exposed
 from router.client import RouterClient, RouterUnavailable
 from router.connection import answers
-from router.etcd import EtcdUnavailable
+from router.etcd import Etcd, EtcdUnavailable
 from router.etcd_store import erase
 from router.events import StartProcess, StopProcess
 from router.host import host_id
@@ -162,7 +162,7 @@ class LocalCluster:
         os.close(self._wake_write)
         if self.config.etcd and self._router is not None:
             try:
-                erase(self.config.etcd, self.state_dir.name)
+                erase(Etcd(self.config.etcd, tls_dir=self.config.etcd_tls_dir), self.state_dir.name)
             except EtcdUnavailable as error:
                 logger.warning("etcd_not_cleared cluster=%s reason=%s", self.state_dir.name, error)
         self._state.close()

@@ -8,13 +8,13 @@ from pathlib import Path
 
 from eaas.tracing import TracingOptions
 from eaas.worker.config import RequestOptions
-from router.config import ChildOptions, JoinOptions
+from router.config import ChildOptions, EtcdOptions, JoinOptions
 from router.events import DRAIN_S
 from router.options import OptionsInvalid, option
 
 
 @dataclass(frozen=True, kw_only=True)
-class EndpointOptions(RequestOptions, TracingOptions):
+class EndpointOptions(RequestOptions, TracingOptions, EtcdOptions):
     """The HTTP endpoint"""
 
     host: str = option(

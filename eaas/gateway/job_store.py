@@ -314,14 +314,14 @@ class EtcdBase:
     # etcd takes requests of 1.5 MiB, keys and all.
     most_bytes = 1_400_000
 
-    def __init__(self, where: str) -> None:
-        """Nothing is sent yet. Args: where: etcd://HOST:PORT[,...]/PREFIX. Raises JobsInvalid."""
+    def __init__(self, where: str, tls_dir: Path | None) -> None:
+        """Nothing is sent yet. Args: where: etcd://HOST:PORT[,...]/PREFIX. tls_dir: as Etcd says. Raises JobsInvalid."""
         hosts, _, prefix = where.removeprefix(_ETCD).partition("/")
         names = hosts.split(",")
         local = all(is_loopback(name.rpartition(":")[0].strip("[]")) for name in names)
         urls = ",".join(f"http{'' if local else 's'}://{name}" for name in names)
         try:
-            self._etcd = Etcd(urls, timeout_s=5.0)
+            self._etcd = Etcd(urls, timeout_s=5.0, tls_dir=tls_dir)
         except EtcdInvalid as error:
             raise JobsInvalid(f"--jobs {where}: {error}") from None
         self._root = f"/{prefix.strip('/') or 'eaas'}/{_TABLE}/"
@@ -357,6 +357,6 @@ class EtcdBase:
             raise _unusable(self._etcd.urls, error) from error
 
 
-def open_jobs(where: str, most: int, most_bytes: int) -> JobStore:
+def open_jobs(where: str, most: int, most_bytes: int, tls_dir: Path | None = None) -> JobStore:
     """The store at a path, or at etcd://HOST:PORT[,...]/PREFIX. Raises JobsInvalid: it cannot be opened."""
-    return JobStore(EtcdBase(where) if where.startswith(_ETCD) else SqliteBase(where), most, most_bytes)
+    return JobStore(EtcdBase(where, tls_dir) if where.startswith(_ETCD) else SqliteBase(where), most, most_bytes)

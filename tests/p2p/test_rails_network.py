@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from benchmarks import rails
-from benchmarks.rails_network import Network, refusal
+from benchmarks.network import Network, refusal
 
 MISSING = refusal() or (
     "" if importlib.util.find_spec("nixl_cu13") else "needs the package nixl-cu13, found none"
@@ -65,7 +65,7 @@ def process(network: Network, host: str, role: str) -> Iterator[subprocess.Popen
     """A role of nixl_process.py on that host, over all rails; ended at the latest after half a minute."""
     command = [*network.inside(host), sys.executable, "-m", "tests.p2p.nixl_process", role]
     root = Path(__file__).parents[2]
-    environment = os.environ | {"PYTHONPATH": str(root), "RAILS": ",".join(network.devices(host))}
+    environment = os.environ | {"PYTHONPATH": str(root), "RAILS": ",".join(network.networks)}
     pipe = subprocess.PIPE
     made = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, bufsize=1, env=environment, cwd=root)
     late = threading.Timer(30, made.kill)
@@ -86,12 +86,12 @@ def asked(process: subprocess.Popen[str], text: str) -> str:
 
 def test_a_dead_rail_does_not_keep_a_writer_from_joining() -> None:
     with (
-        Network(2) as network,
+        Network("ab", ["rail0", "rail1"], mbit=200) as network,
         process(network, "a", "own") as owner,
         process(network, "b", "leave") as writer,
     ):
         descriptor = asked(owner, "4096")
-        network.cut(1)
+        network.cut("b", "rail1")
         # Its own limit is a minute.
         assert asked(writer, descriptor) == "connected"
         assert asked(writer, "go") == "disconnected"
@@ -102,7 +102,7 @@ def test_what_was_put_before_leaving_arrives_over_a_slow_rail() -> None:
     size = 1 << 20
     # A piece takes longer than giving up a silent rail.
     with (
-        Network(1, mbit=4) as network,
+        Network("ab", ["rail0"], mbit=4) as network,
         process(network, "a", "own") as owner,
         process(network, "b", "leave") as writer,
     ):

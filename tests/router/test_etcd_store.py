@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from eaas.ops.credentials import make_certs
 from router import etcd_store
 from router.core import step
 from router.etcd import Etcd, EtcdInvalid, delete, get, pairs, put
@@ -35,8 +36,8 @@ CONFIG = Config(experts_wanted=3, replicas=2)
 class Leader:
     """A router that has won the election, and its store."""
 
-    def __init__(self, url: str, cluster: str, timeout_s: float = 1.0) -> None:
-        self.etcd = Etcd(url, timeout_s)
+    def __init__(self, url: str, cluster: str, timeout_s: float = 1.0, tls_dir: Path | None = None) -> None:
+        self.etcd = Etcd(url, timeout_s, tls_dir=tls_dir)
         self.election = Election(self.etcd, prefix_of(cluster), ttl_s=60)
         self.store = EtcdStore(self.etcd, cluster, self.election)
         asyncio.run(self.election.win("127.0.0.1:1"))
@@ -430,6 +431,25 @@ def test_an_address_that_cannot_be_used_is_refused(urls: str, message: str) -> N
     with pytest.raises(EtcdInvalid, match=message) as refusal:
         Etcd(urls)
     assert "secret" not in str(refusal.value)
+
+
+def test_an_etcd_that_asks_for_a_certificate_is_shown_one_and_its_own_is_looked_at(tmp_path: Path) -> None:
+    make_certs(tmp_path / "ours", roles=["router"], hosts=["127.0.0.1"])
+    make_certs(tmp_path / "others", roles=["router"], hosts=["127.0.0.1"])
+    ours, others = (tmp_path / whose / "router" for whose in ("ours", "others"))
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    (bare / "ca.pem").write_bytes((ours / "ca.pem").read_bytes())
+    with etcd_process(ours) as running:
+        leader = Leader(running.url, "sealed", tls_dir=ours)
+        state = history(leader.store)
+        assert_equal(leader.store.load(), state)
+        leader.resign()
+        for tls_dir in (None, others, bare):
+            with pytest.raises(etcd_store.EtcdUnavailable):
+                Etcd(running.url, tls_dir=tls_dir).call("kv/range", {"key": "YQ=="})
+    with pytest.raises(EtcdInvalid, match="--etcd-tls-dir .* needs ca.pem"):
+        Etcd(running.url, tls_dir=tmp_path)
 
 
 def test_a_peer_that_is_no_etcd_is_no_success(cluster: str) -> None:

@@ -122,3 +122,14 @@ lifecycle:
 - --tls-dir=/tls
 - --log-format=json
 {{- end }}
+
+{{/* How rows travel: nothing leaves a node unencrypted without a word for it. */}}
+{{- define "eaas.transport" -}}
+{{- if and (hasPrefix "nixl" .Values.transport) (not .Values.trustNetwork) -}}
+{{- fail (printf "transport %s sends rows between nodes unencrypted: say --set trustNetwork=true where their network is private, or encrypted below (docs/security.md)" .Values.transport) -}}
+{{- end -}}
+- --transport={{ .Values.transport }}
+{{- if .Values.trustNetwork }}
+- --trust-network
+{{- end }}
+{{- end }}
