@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.network import Network, refusal
+from benchmarks.hosts.network import Network, refusal
 from benchmarks.report import record
 
 MBIT = 200.0

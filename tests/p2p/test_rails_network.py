@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from benchmarks import rails
-from benchmarks.network import Network, refusal
+from benchmarks.hosts.network import Network, refusal
 
 MISSING = refusal() or (
     "" if importlib.util.find_spec("nixl_cu13") else "needs the package nixl-cu13, found none"

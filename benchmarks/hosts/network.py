@@ -14,11 +14,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
 # Every packet is larger than this burst, so all are dropped, and nobody is told.
 _NOTHING = ("rate", "8bit", "burst", "10b", "limit", "10b")
+_NAMES = Path("/etc/netns")
 Way = Literal["both", "out", "in"]
 
 
@@ -83,6 +85,14 @@ class Network:
     def address(self, host: str, network: str) -> str:
         return f"10.{77 + self.networks.index(network)}.0.{self.hosts.index(host) + 1}"
 
+    def name_hosts(self, host: str, addresses: Mapping[str, Sequence[str]]) -> None:
+        """Have names mean addresses on a host, as its /etc/hosts would."""
+        # `ip netns exec` puts what lies there over /etc.
+        folder = _NAMES / self._names[host]
+        folder.mkdir(parents=True, exist_ok=True)
+        lines = [f"{address} {name}\n" for name, found in addresses.items() for address in found]
+        (folder / "hosts").write_text("127.0.0.1 localhost\n" + "".join(lines))
+
     def inside(self, host: str) -> list[str]:
         """What to put before a command that is to run on that host."""
         return ["ip", "netns", "exec", self._names[host]]
@@ -122,7 +132,7 @@ class Network:
             self._ip("switch", "link", "set", device, "master", master)
         for device in (near, far, aside):
             self._ip("switch", "link", "set", device, "up")
-        command = (sys.executable, "-m", "benchmarks.wire", near, far, str(one_way_ms), str(loss))
+        command = (sys.executable, "-m", "benchmarks.hosts.wire", near, far, str(one_way_ms), str(loss))
         self._wires[port] = subprocess.Popen([*self.inside("switch"), *command])
 
     def undelay(self, host: str, network: str) -> None:
@@ -187,6 +197,7 @@ class Network:
             _end(wire)
         for name in self._names.values():
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+            shutil.rmtree(_NAMES / name, ignore_errors=True)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
