@@ -59,7 +59,16 @@ _FIXED = {
 }
 _CHART = {
     "router": {
-        *("admin_host", "admin_port", "admin_key_file", "store", "journal", "etcd", "etcd_tls_dir", "cluster"),
+        *(
+            "admin_host",
+            "admin_port",
+            "admin_key_file",
+            "store",
+            "journal",
+            "etcd",
+            "etcd_tls_dir",
+            "cluster",
+        ),
         "number",
         *("experts", "attention", "replicas", "redundant_experts", "autoscale"),
     },

@@ -1,4 +1,4 @@
-"""What clients see while hosts and the links between them fail: five hosts (namespaces), real processes, TLS, nixl, etcd.
+"""What clients see while hosts and the links between them fail: five namespaces, real processes, TLS, nixl, etcd.
 
 Sixteen streams run through each fault. Each token comes once and is the one that came without a fault, or the line says
 otherwise; how long a stream stood still at most is told beside what it was without a fault, on the same busy cores.
@@ -55,14 +55,20 @@ def befall(cluster: HostsCluster, name: str, rounds: int, calm: Sequence[Outcome
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--fault", default=",".join(FAULTS), help=f"with commas; default: all of {', '.join(FAULTS)}")
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    options.add_argument(
+        "--fault", default=",".join(FAULTS), help=f"with commas; default: all of {', '.join(FAULTS)}"
+    )
     options.add_argument("--rounds", type=int, default=3)
     asked = options.parse_args()
     if why := refusal():
         raise SystemExit(why)
     names = asked.fault.split(",")
-    by_setting = itertools.groupby(sorted(names, key=lambda name: repr(FAULTS[name].setting)), lambda name: FAULTS[name].setting)
+    by_setting = itertools.groupby(
+        sorted(names, key=lambda name: repr(FAULTS[name].setting)), lambda name: FAULTS[name].setting
+    )
     for setting, group in by_setting:
         possible = []
         for name in group:

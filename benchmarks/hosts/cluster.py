@@ -36,16 +36,15 @@ from eaas.ops.credentials import make_certs
 
 NETWORKS = ("ctl", "rail0", "rail1")
 RAILS = NETWORKS[1:]
-ROLES = {
+ROLES: Mapping[str, Sequence[str]] = {
     "a": ("etcd", "router", "gateway", "expert"),
     "b": ("etcd", "router", "gateway", "expert"),
     "c": ("etcd", "attention", "expert"),
     "d": ("attention", "expert"),
 }
 OUTSIDE = "out"
-# Both of them have both addresses, in another order: half of the clients ask one gateway first.
-NAMES = {"one.test": "ab", "two.test": "ba"}
-URLS = ",".join(f"https://{name}:8000" for name in NAMES)
+# Each means all gateways, in another order: half of the clients ask one of two first.
+NAMES = {"one.test": 1, "two.test": -1}
 STREAMS, TOKENS = 16, 160
 # Part of a run's tokens after which a fault strikes.
 AT = 0.3
@@ -55,31 +54,33 @@ LIMIT_S = 90.0
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What differs from the documented cluster. options: more flags of a role. environment, prefix: of the processes of a
-    host, variables, and what comes before their commands."""
+    """The cluster, and what differs from how it is documented. roles: what runs on each host. transport: of all, with
+    {host} for where it is. environment, prefix: of the
+    processes of a host, variables, and what comes before their commands."""
 
-    options: Mapping[str, Sequence[str]] = field(default_factory=dict[str, Sequence[str]])
+    roles: Mapping[str, Sequence[str]] = field(default_factory=lambda: dict(ROLES))
+    transport: str = f"nixl:{','.join(RAILS)}"
     environment: Mapping[str, Mapping[str, str]] = field(default_factory=dict[str, Mapping[str, str]])
     prefix: Mapping[str, Sequence[str]] = field(default_factory=dict[str, Sequence[str]])
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the clients of one run saw. stalls_ms: the longest time between two tokens, of each stream."""
+    """What the clients of one run saw. stalls_ms: the longest time between two tokens, of each stream. tokens_per_s: of
+    all together, between the first token and the last."""
 
     texts: list[list[str]]
     errors: list[str]
     stalls_ms: list[float]
-
-    def told(self) -> str:
-        p50, p99, most = (float(np.percentile(self.stalls_ms, p)) for p in (50, 99, 100))
-        return f"stalls p50 {p50:.0f} ms, p99 {p99:.0f} ms, most {most:.0f} ms"
+    tokens_per_s: float
 
 
 class Unit:
     """One process of a host, and its successors."""
 
-    def __init__(self, host: str, role: str, command: Sequence[str], environment: dict[str, str], log: Path) -> None:
+    def __init__(
+        self, host: str, role: str, command: Sequence[str], environment: dict[str, str], log: Path
+    ) -> None:
         self.host, self.role = host, role
         self._command, self._environment, self.log = command, environment, log
         self.process: subprocess.Popen[bytes] | None = None
@@ -119,8 +120,8 @@ class HostsCluster:
     def __enter__(self) -> HostsCluster:
         try:
             self._make_secrets()
-            for host, roles in ROLES.items():
-                for role in roles:
+            for host, roles in self.setting.roles.items():
+                for number, role in enumerate(roles):
                     prefix = [*self.network.inside(host), *self.setting.prefix.get(host, ())]
                     command = [*prefix, *self._command(host, role)]
                     environment = {
@@ -128,7 +129,9 @@ class HostsCluster:
                         "XDG_CACHE_HOME": str(self.folder / host / "cache"),
                         **self.setting.environment.get(host, {}),
                     }
-                    self._units.append(Unit(host, role, command, environment, self.folder / f"{host}-{role}.log"))
+                    self._units.append(
+                        Unit(host, role, command, environment, self.folder / f"{host}-{number}-{role}.log")
+                    )
             self._tending.start()
             self.wait_whole()
         except BaseException:
@@ -189,7 +192,7 @@ class HostsCluster:
                 )
                 self.wait_whole()
         for role in ("router", "gateway"):
-            for host in "ab":
+            for host in self._where(role):
                 with self._lock:
                     for unit in self._of(host, role):
                         unit.terminate()
@@ -212,10 +215,8 @@ class HostsCluster:
         if state is None:
             return False
         serving = [member["pool"] for member in state["members"] if member["state"] == "serving"]
-        wanted = {
-            role: sum(role in roles for roles in ROLES.values()) for role in ("gateway", "attention", "expert")
-        }
-        return state["replicas_min"] >= 2 and all(serving.count(role) == n for role, n in wanted.items())
+        pools = ("gateway", "attention", "expert")
+        return state["replicas_min"] >= 2 and all(serving.count(pool) == self._count(pool) for pool in pools)
 
     def wait_whole(self, limit_s: float = LIMIT_S) -> float:
         """Seconds until it is whole."""
@@ -236,37 +237,49 @@ class HostsCluster:
 
     # -- what its clients see
 
-    def stream(self, act: Callable[[], object] | None = None, tokens: int = TOKENS) -> Outcome:
+    def stream(
+        self, act: Callable[[], object] | None = None, *, streams: int = STREAMS, tokens: int = TOKENS
+    ) -> Outcome:
         """All clients at once; `act` when AT of all tokens has come, and all clients again until it is done."""
         acting: Future[object] | None = None
         seen = list[Any]()
         with ThreadPoolExecutor(1) as thread:
             while not seen or (acting is not None and not acting.done()):
-                for said in self._say(tokens):
+                for said in self._say(streams, tokens):
                     seen += said.get("seen", [])
-                    if act is not None and acting is None and said.get("tokens", 0) >= AT * STREAMS * tokens:
+                    if act is not None and acting is None and said.get("tokens", 0) >= AT * streams * tokens:
                         acting = thread.submit(act)
-        assert act is None or acting is not None, f"the clients ended early: {seen[:2]}"
         if acting is not None:
             acting.result()
+        elif act is not None:
+            raise RuntimeError(f"the clients ended before anything could befall them: {seen[:2]}")
+        times = np.array([at_s for one in seen for at_s in one["at_s"]])
         whole = [one for one in seen if (len(one["tokens"]), one["finish"]) == (tokens, ["length"])]
         return Outcome(
             texts=[one["tokens"] for one in seen],
             errors=[
-                f"{one['error'] or one['finish']} after {len(one['tokens'])} tokens" for one in seen if one not in whole
+                f"{one['error'] or one['finish']} after {len(one['tokens'])} tokens"
+                for one in seen
+                if one not in whole
             ],
             stalls_ms=[1e3 * float(np.diff(one["at_s"]).max(initial=0.0)) for one in seen],
+            tokens_per_s=len(times) / float(np.ptp(times)),
         )
 
-    def _say(self, tokens: int) -> Iterator[dict[str, Any]]:
+    def _say(self, streams: int, tokens: int) -> Iterator[dict[str, Any]]:
         with subprocess.Popen(
-            self._outside("streams", str(STREAMS), str(tokens)),
+            self._outside("streams", str(streams), str(tokens)),
             stdout=subprocess.PIPE, text=True, env=self._client_environment,
         ) as client:  # fmt: skip
-            assert client.stdout is not None
-            yield from map(json.loads, client.stdout)
+            yield from map(json.loads, client.stdout or ())
 
     # -- inside
+
+    def _where(self, role: str) -> list[str]:
+        return [host for host, roles in self.setting.roles.items() if role in roles]
+
+    def _count(self, role: str) -> int:
+        return sum(list(roles).count(role) for roles in self.setting.roles.values())
 
     def _of(self, host: str, role: str) -> list[Unit]:
         return [unit for unit in self._units if unit.host == host and role in ("", unit.role)]
@@ -278,11 +291,23 @@ class HostsCluster:
                     unit.tend(time.monotonic())
 
     def _outside(self, verb: str, *words: str) -> list[str]:
-        return [*self.network.inside(OUTSIDE), sys.executable, "-m", "benchmarks.hosts.outside", verb, URLS, *words]
+        return [
+            *self.network.inside(OUTSIDE),
+            sys.executable,
+            "-m",
+            "benchmarks.hosts.outside",
+            verb,
+            self._urls,
+            *words,
+        ]
+
+    @property
+    def _urls(self) -> str:
+        return ",".join(f"https://{name}:8000" for name in NAMES)
 
     @property
     def _routers(self) -> str:
-        return ",".join(f"{self.network.address(host, 'ctl')}:7000" for host in "ab")
+        return ",".join(f"{self.network.address(host, 'ctl')}:7000" for host in self._where("router"))
 
     @property
     def _client_environment(self) -> dict[str, str]:
@@ -293,9 +318,9 @@ class HostsCluster:
 
     def _make_secrets(self) -> None:
         certs = self.folder / "certs"
-        for host, roles in ROLES.items():
+        for host, roles in self.setting.roles.items():
             addresses = [self.network.address(host, "ctl"), *NAMES]
-            for made in make_certs(certs, [role for role in roles if role != "etcd"], hosts=addresses):
+            for made in make_certs(certs, sorted({*roles} - {"etcd"}), hosts=addresses):
                 shutil.copytree(made, self.folder / host / made.name)
             if {"etcd", "router"} & set(roles):
                 # etcd obeys whoever has a certificate of its CA, so that it has one of its own.
@@ -312,7 +337,7 @@ class HostsCluster:
 
     def _command(self, host: str, role: str) -> list[str]:
         at, tls = self.network.address(host, "ctl"), self.folder / host
-        etcds = {name: self.network.address(name, "ctl") for name, roles in ROLES.items() if "etcd" in roles}
+        etcds = {name: self.network.address(name, "ctl") for name in self._where("etcd")}
         if role == "etcd":
             files = {"trusted-ca-file": "ca.pem", "cert-file": "cert.pem", "key-file": "key.pem"}
             return [
@@ -323,14 +348,17 @@ class HostsCluster:
                 "--client-cert-auth", "--peer-client-cert-auth",
                 # As for hosts far from each other: these are processes of one busy machine.
                 "--heartbeat-interval", "200", "--election-timeout", "2000",
-                *(f"--{prefix}{name}={tls / 'etcd-tls' / file}" for name, file in files.items() for prefix in ("", "peer-")),
+                *(f"--{name}={tls / 'etcd-tls' / file}" for name, file in files.items()),
+                *(f"--peer-{name}={tls / 'etcd-tls' / file}" for name, file in files.items()),
             ]  # fmt: skip
-        common = ["--tls-dir", str(tls / role), "--host", at, *self.setting.options.get(role, [])]
+        common = ["--tls-dir", str(tls / role), "--host", at]
         if role == "router":
             urls = ",".join(f"https://{there}:2379" for there in etcds.values())
             return _eaas(
-                "router", *common, "--port", "7000", "--store", "etcd", "--etcd", urls, "--etcd-tls-dir", str(tls / "etcd-tls"),
-                "--experts", "4", "--attention", "2", "--replicas", "2", "--number", str("ab".index(host)),
+                "router", *common, "--port", "7000", "--store", "etcd", "--etcd", urls,
+                "--etcd-tls-dir", str(tls / "etcd-tls"), "--replicas", "2",
+                "--experts", str(self._count("expert")), "--attention", str(self._count("attention")),
+                "--number", str(self._where("router").index(host)),
             )  # fmt: skip
         common += ["--router", self._routers, "--model", str(resolve_model("demo"))]
         if role == "gateway":
@@ -339,11 +367,12 @@ class HostsCluster:
                 "--tls-cert", str(tls / "gateway" / "cert.pem"), "--tls-key", str(tls / "gateway" / "key.pem"),
                 "--resume-key-file", str(self.folder / "resume.key"), "--served-model-name", "demo",
             )  # fmt: skip
-        transport = ["--transport", f"nixl:{','.join(RAILS)}", "--trust-network"]
+        common += ["--transport", self.setting.transport.format(host=host), "--trust-network"]
         if role == "attention":
-            core = str("cd".index(host) % (os.cpu_count() or 1))
-            return _eaas("attention", *common, *transport, "--cores", core, "--kv-tokens", "16384")
-        return _eaas("expert", *common, *transport, "--zone", host)
+            workers = self._where("attention")
+            cores = range(os.cpu_count() or 1)[workers.index(host) :: len(workers)]
+            return _eaas("attention", *common, "--cores", ",".join(map(str, cores)), "--kv-tokens", "16384")
+        return _eaas("expert", *common, "--zone", host)
 
 
 def _eaas(*words: str) -> list[str]:
@@ -351,13 +380,19 @@ def _eaas(*words: str) -> list[str]:
 
 
 @contextmanager
-def hosts_cluster(setting: Setting | None = None) -> Iterator[HostsCluster]:
-    """The cluster on hosts made for it."""
-    memory = Path("/dev/shm")
+def hosts_cluster(
+    setting: Setting | None = None, prepare: Callable[[Network, Path], None] = lambda network, folder: None
+) -> Iterator[HostsCluster]:
+    """The cluster on hosts made for it, which `prepare` may change, and keep files for in a folder of the cluster."""
+    setting, memory = setting or Setting(), Path("/dev/shm")
     with (
         tempfile.TemporaryDirectory(prefix="eaas-hosts-", dir=memory if memory.is_dir() else None) as folder,
-        Network([*ROLES, OUTSIDE], NETWORKS) as network,
+        Network([*setting.roles, OUTSIDE], NETWORKS) as network,
     ):
-        network.name_hosts(OUTSIDE, {name: [network.address(h, "ctl") for h in order] for name, order in NAMES.items()})
-        with HostsCluster(network, Path(folder), setting or Setting()) as cluster:
+        gateways = [
+            network.address(host, "ctl") for host, roles in setting.roles.items() if "gateway" in roles
+        ]
+        network.name_hosts(OUTSIDE, {name: gateways[::way] for name, way in NAMES.items()})
+        prepare(network, Path(folder))
+        with HostsCluster(network, Path(folder), setting) as cluster:
             yield cluster

@@ -58,11 +58,19 @@ def _rows_one_way(cluster: HostsCluster) -> None:
 
 
 def _etcds_lost(*hosts: str) -> Callable[[HostsCluster], None]:
-    return lambda cluster: [cluster.stop(host, "etcd") for host in hosts] and None
+    def strike(cluster: HostsCluster) -> None:
+        for host in hosts:
+            cluster.stop(host, "etcd")
+
+    return strike
 
 
 def _etcds_back(*hosts: str) -> Callable[[HostsCluster], None]:
-    return lambda cluster: [cluster.resume(host, "etcd") for host in hosts] and None
+    def mend(cluster: HostsCluster) -> None:
+        for host in hosts:
+            cluster.resume(host, "etcd")
+
+    return mend
 
 
 def _long_link(cluster: HostsCluster) -> None:
@@ -105,7 +113,9 @@ FAULTS: Mapping[str, HostFault] = {
         strike=lambda cluster: cluster.network.shape("d", "rail0", 4),
         mend=lambda cluster: cluster.network.heal("d", "rail0"),
     ),
-    "etcd-minority": HostFault(what="one etcd of three is lost", strike=_etcds_lost("a"), mend=_etcds_back("a")),
+    "etcd-minority": HostFault(
+        what="one etcd of three is lost", strike=_etcds_lost("a"), mend=_etcds_back("a")
+    ),
     "etcd-majority": HostFault(
         what="two etcds of three are lost", strike=_etcds_lost("a", "b"), mend=_etcds_back("a", "b")
     ),

@@ -8,8 +8,11 @@ Needs root, `ip` and `tc` with tbf. `refusal()` says what is missing.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -21,6 +24,8 @@ from typing import Literal
 # Every packet is larger than this burst, so all are dropped, and nobody is told.
 _NOTHING = ("rate", "8bit", "burst", "10b", "limit", "10b")
 _NAMES = Path("/etc/netns")
+# Of the networks that this process makes.
+_numbers = itertools.count()
 Way = Literal["both", "out", "in"]
 
 
@@ -49,7 +54,8 @@ class Network:
     def __init__(self, hosts: Sequence[str], networks: Sequence[str], mbit: float | None = None) -> None:
         self.hosts, self.networks = tuple(hosts), tuple(networks)
         self.mbit = mbit
-        self._names = {host: f"eaas-{os.getpid()}-{host}" for host in (*hosts, "switch")}
+        number = next(_numbers)
+        self._names = {host: f"eaas-{os.getpid()}-{number}-{host}" for host in (*hosts, "switch")}
         self._wires: dict[str, subprocess.Popen[bytes]] = {}
 
     def __enter__(self) -> Network:
@@ -145,9 +151,7 @@ class Network:
 
     def processes(self, host: str) -> list[int]:
         """Pids of all that runs on a host."""
-        found = subprocess.run(
-            ["ip", "netns", "pids", self._names[host]], capture_output=True, text=True, check=True
-        )
+        found = subprocess.run(["ip", "netns", "pids", self._names[host]], capture_output=True, text=True)
         return [int(pid) for pid in found.stdout.split()]
 
     def counters(self, host: str, network: str) -> Mapping[str, int]:
@@ -173,9 +177,7 @@ class Network:
     def _queue(self, host: str, network: str, way: Way, *words: str) -> None:
         # In the foreground of a cut: one short command for each end.
         for end, device in self._ends(host, network, way):
-            _run(
-                "tc", "-n", self._names[end], "qdisc", "replace", "dev", device, "root", "tbf", *words
-            )
+            _run("tc", "-n", self._names[end], "qdisc", "replace", "dev", device, "root", "tbf", *words)
 
     def _ip(self, host: str, *words: str) -> None:
         _run("ip", "-n", self._names[host], *words)
@@ -195,7 +197,10 @@ class Network:
     def _remove(self) -> None:
         for wire in self._wires.values():
             _end(wire)
-        for name in self._names.values():
+        for host, name in self._names.items():
+            for pid in self.processes(host):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
             shutil.rmtree(_NAMES / name, ignore_errors=True)
 

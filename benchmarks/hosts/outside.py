@@ -1,7 +1,7 @@
 """A client outside the cluster, on a host of its own: streams and their times, or what the gateways say of the cluster.
 
-    python -m benchmarks.hosts.outside streams GATEWAY,GATEWAY STREAMS TOKENS     one line a second, the last with all it saw
-    python -m benchmarks.hosts.outside status GATEWAY,GATEWAY
+python -m benchmarks.hosts.outside streams GATEWAY,GATEWAY STREAMS TOKENS     lines, the last with all it saw
+python -m benchmarks.hosts.outside status GATEWAY,GATEWAY
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 from dataclasses import asdict, dataclass, field
 from itertools import cycle, islice
 
-import httpx
+import httpx2
 import openai
 
 from eaas.client import resuming
@@ -35,11 +35,15 @@ class Seen:
 
 
 def prompt(number: int) -> str:
+    """What client `number` asks."""
     return f"{'word ' * (number % 7)}client {number} asks"
 
 
 def stream(url: str, number: int, tokens: int, began_s: float, seen: Seen) -> None:
-    http = httpx.Client(timeout=httpx.Timeout(SILENCE_S, connect=CONNECT_S), verify=os.environ["SSL_CERT_FILE"])
+    """Ask for a greedy stream at any gateway that the name means, and note what comes."""
+    http = httpx2.Client(
+        timeout=httpx2.Timeout(SILENCE_S, connect=CONNECT_S), verify=os.environ["SSL_CERT_FILE"]
+    )
     key = os.environ["EAAS_API_KEY"]
     client = resuming(openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, http_client=http))
     try:
@@ -59,6 +63,7 @@ def stream(url: str, number: int, tokens: int, began_s: float, seen: Seen) -> No
 
 
 def streams(urls: list[str], count: int, tokens: int) -> None:
+    """Run so many streams at once, the names dealt out among them; print how far they are, and at the end all of it."""
     began_s, all_seen = time.monotonic(), [Seen() for _ in range(count)]
     running = [
         threading.Thread(target=stream, args=(url, number, tokens, began_s, seen))
@@ -73,6 +78,7 @@ def streams(urls: list[str], count: int, tokens: int) -> None:
 
 
 def status(urls: list[str]) -> None:
+    """Print what the first gateway that answers says of the cluster; exit with 1 if none does."""
     for url in urls:
         try:
             print(json.dumps(fetch_status(url, timeout_s=1.0)))

@@ -1,6 +1,6 @@
 """A long and lossy cable between two TAP devices, for kernels without netem: frames come later, and some never.
 
-    python -m benchmarks.hosts.wire NEAR FAR ONE_WAY_MS LOSS
+python -m benchmarks.hosts.wire NEAR FAR ONE_WAY_MS LOSS
 """
 
 from __future__ import annotations

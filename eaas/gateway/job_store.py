@@ -315,7 +315,7 @@ class EtcdBase:
     most_bytes = 1_400_000
 
     def __init__(self, where: str, tls_dir: Path | None) -> None:
-        """Nothing is sent yet. Args: where: etcd://HOST:PORT[,...]/PREFIX. tls_dir: as Etcd says. Raises JobsInvalid."""
+        """Nothing is sent yet. Args: where: etcd://HOST:PORT[,...]/PREFIX. tls_dir: as of Etcd. Raises JobsInvalid."""
         hosts, _, prefix = where.removeprefix(_ETCD).partition("/")
         names = hosts.split(",")
         local = all(is_loopback(name.rpartition(":")[0].strip("[]")) for name in names)
@@ -359,4 +359,6 @@ class EtcdBase:
 
 def open_jobs(where: str, most: int, most_bytes: int, tls_dir: Path | None = None) -> JobStore:
     """The store at a path, or at etcd://HOST:PORT[,...]/PREFIX. Raises JobsInvalid: it cannot be opened."""
-    return JobStore(EtcdBase(where, tls_dir) if where.startswith(_ETCD) else SqliteBase(where), most, most_bytes)
+    return JobStore(
+        EtcdBase(where, tls_dir) if where.startswith(_ETCD) else SqliteBase(where), most, most_bytes
+    )

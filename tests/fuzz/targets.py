@@ -325,9 +325,9 @@ def _open_files() -> set[tuple[str, str]]:
 
 def _is_of(number: str, address: bytes) -> bool:
     """Whether an open descriptor is a link to the listener of this address."""
-    with contextlib.suppress(OSError):  # It is no socket, has no peer, or was closed meanwhile.
-        with socket.socket(fileno=os.dup(int(number))) as link:
-            return link.getpeername() == address
+    # Otherwise it is no socket, has no peer, or was closed meanwhile.
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(number))) as link:
+        return link.getpeername() == address
     return False
 
 
@@ -354,7 +354,7 @@ def answer(data: bytes) -> None:
         def serve() -> None:
             link, _ = listener.accept()
             fds = [FILES[kind]() for kind in kinds]
-            sent.update(os.readlink(f"/proc/self/fd/{fd}") for fd in fds)
+            sent.update(str(Path(f"/proc/self/fd/{fd}").readlink()) for fd in fds)
             with link, contextlib.suppress(OSError):
                 link.recv(64, socket.MSG_WAITALL)
                 socket.send_fds(link, [said], fds)

@@ -448,7 +448,7 @@ def test_an_etcd_that_asks_for_a_certificate_is_shown_one_and_its_own_is_looked_
         for tls_dir in (None, others, bare):
             with pytest.raises(etcd_store.EtcdUnavailable):
                 Etcd(running.url, tls_dir=tls_dir).call("kv/range", {"key": "YQ=="})
-    with pytest.raises(EtcdInvalid, match="--etcd-tls-dir .* needs ca.pem"):
+    with pytest.raises(EtcdInvalid, match=r"--etcd-tls-dir .* needs ca\.pem"):
         Etcd(running.url, tls_dir=tmp_path)
 
 
