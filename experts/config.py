@@ -23,8 +23,9 @@ class ComputingOptions(Options):
     dtype: str = option("auto", "bfloat16, float32, int8, or auto: what the checkpoint says.")
     transport: str = option(
         "shm",
-        "How processes reach each other: shm (one host), nixl (between hosts), nixl:eth0,eth1 (its rails), cuda:0 (GPU "
-        "kernels of one host; which GPU), or nixl@cuda:0 (GPU kernels between hosts).",
+        "How processes reach each other: shm (one host), nixl (between hosts), nixl:eth0,eth1 (its rails), "
+        "shm+nixl:eth0 (shm within a host, nixl between them), cuda:0 (GPU kernels of one host; which GPU), or "
+        "nixl@cuda:0 (GPU kernels between hosts).",
     )
     trust_network: bool = option(
         False,

@@ -19,9 +19,11 @@ from experts.proto import experts_pb2 as pb
 from experts.proto import experts_pb2_grpc as rpc
 from p2p import faults
 from p2p.endpoint import Endpoint, P2PError, Peer, Status, Window
+from p2p.nearby import NearbyEndpoint
 from p2p.window import WindowLayout
 from router.access import EXPERT
 from router.connection import channel_to
+from router.host import host_id
 from router.tls import Credentials
 from router.view import Member
 
@@ -74,17 +76,30 @@ class Attacher:
         self._lock = threading.Lock()
         self._calls: set[Any] = set()
         self._closed = False
+        self._host = host_id()
 
     def attach(self, member: Member) -> Link:
-        """Exchange windows with a server. Blocks, at most about ATTACH_S.
+        """Exchange windows with a server, over shared memory where it can be. Blocks, at most about ATTACH_S.
 
         Raises:
             AttachFailed: it is not there, refuses, or this process has no memory or descriptors left.
         """
+        endpoint = self._endpoint
+        if isinstance(endpoint, NearbyEndpoint):
+            if member.host == self._host:
+                try:
+                    return self._attach(member, endpoint.near)
+                except AttachFailed as error:
+                    # Containers of one machine, or machines that one launcher names, may not share memory.
+                    log.info("not_nearby server=%s reason=%s", member.name, error)
+            endpoint = endpoint.far
+        return self._attach(member, endpoint)
+
+    def _attach(self, member: Member, endpoint: Endpoint) -> Link:
         end_s = time.monotonic() + ATTACH_S
         with ExitStack() as undo:
             try:
-                window = self._endpoint.export_window(self._layout.nbytes, self._request.incarnation)
+                window = endpoint.export_window(self._layout.nbytes, self._request.incarnation)
                 undo.callback(window.close)
                 self._backend.prepare(window, self._layout)
                 reply = self._ask(member, window)
@@ -93,8 +108,8 @@ class Attacher:
                         f"wire version {found} found, {needed} needed: run one release on both sides."
                     )
                 left_s = max(_LEAST_CONNECT_S, end_s - time.monotonic())
-                peer = self._endpoint.connect(reply.request_descriptor, left_s)
-                undo.callback(self._endpoint.disconnect, peer)
+                peer = endpoint.connect(reply.request_descriptor, left_s)
+                undo.callback(endpoint.disconnect, peer)
             except (grpc.RpcError, grpc.FutureCancelledError, P2PError, OSError) as error:
                 raise AttachFailed(brief(error)) from error
             if window.peer_incarnation != member.incarnation:

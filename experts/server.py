@@ -24,6 +24,7 @@ from experts.transfer import Refused, WeightSender
 from experts.wire import WireShape, model_hash_of
 from p2p import faults
 from p2p.endpoint import Endpoint, P2PError, Peer, Status, Window
+from p2p.nearby import NearbyEndpoint
 from p2p.window import WindowLayout
 from router.host import name_thread
 
@@ -193,7 +194,7 @@ class ExpertServer:
                 # While this is held the endpoint is open too: it is closed after this server.
                 if self._freed:
                     raise Refused(grpc.StatusCode.UNAVAILABLE, f"{self._endpoint.name} is ending.")
-                window = self._export(request.name, layout)
+                window = self._export(request.name, layout, peer)
                 undo.callback(window.close)
                 with self._lock:
                     self._admit(request, layout, window, peer)
@@ -209,13 +210,16 @@ class ExpertServer:
             request_descriptor=window.descriptor,
             server_incarnation=self.incarnation,
             cores=self.cores,
-            rings_lanes=self._backend.rings_lanes and self._endpoint.shares_doorbells,
+            rings_lanes=self._backend.rings_lanes and peer.shares_doorbells,
             wire_version=self._backend.wire_version,
         )
 
-    def _export(self, name: str, layout: WindowLayout) -> Window:
+    def _export(self, name: str, layout: WindowLayout, peer: Peer) -> Window:
+        endpoint = self._endpoint
+        if isinstance(endpoint, NearbyEndpoint):
+            endpoint = endpoint.toward(peer)
         try:
-            window = self._endpoint.export_window(layout.nbytes)
+            window = endpoint.export_window(layout.nbytes)
         except (P2PError, OSError) as error:
             raise Refused(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -234,7 +238,7 @@ class ExpertServer:
             client_incarnation=request.incarnation,
             client_lanes=request.lanes,
             # A page that is not the client's own is that of the transport's pump, which waits on one lane.
-            bell_lanes=request.lanes if self._endpoint.shares_doorbells else 1,
+            bell_lanes=request.lanes if peer.shares_doorbells else 1,
             slots=layout.slots,
             slot_bytes=layout.payload_bytes,
             weight=request.weight or 1,

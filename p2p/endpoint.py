@@ -160,6 +160,9 @@ class Peer(ABC):
         """Of the window's owner."""
         return self._offer.incarnation
 
+    # Whether `page_address` is the owner's own page: ringing a lane there wakes that very lane.
+    shares_doorbells: ClassVar[bool]
+
     @property
     @abstractmethod
     def page_address(self) -> int:
@@ -192,9 +195,6 @@ P = TypeVar("P", bound=Peer)
 
 class Endpoint(Protocol[W, P]):
     """One process's end of a transport. Every method but `close` raises EndpointClosed after `close`."""
-
-    # Whether a peer's `page_address` is the peer's own page: ringing a lane there wakes that very lane.
-    shares_doorbells: ClassVar[bool]
 
     @property
     def name(self) -> str: ...

@@ -97,6 +97,8 @@ class LocalWindow(Window):
 class LocalPeer(Peer):
     """Another endpoint's window, mapped."""
 
+    shares_doorbells: ClassVar[bool] = True
+
     def __init__(self, offer: Descriptor, link: socket.socket, memory: Memory, page: HostMemory) -> None:
         super().__init__(offer, memory)
         self._link = link
@@ -130,7 +132,6 @@ class LocalEndpoint(ABC):
         retired_limit_bytes: A peer that keeps more than this of closed windows mapped is refused new ones.
     """
 
-    shares_doorbells: ClassVar[bool] = True
     transport: ClassVar[Transport]
 
     def __init__(
@@ -171,6 +172,11 @@ class LocalEndpoint(ABC):
         """This endpoint's own doorbell page."""
         self._require_open()
         return self._page.address
+
+    def share_page(self) -> HostMemory:
+        """The same page, mapped once more: for another transport that rings there."""
+        self._require_open()
+        return HostMemory(mmap.mmap(self._page_fd, mmap.PAGESIZE))
 
     def export_window(self, nbytes: int, incarnation: int | None = None) -> LocalWindow:
         """Offer `nbytes` of zeroed memory to one peer, as the endpoint's incarnation unless given.

@@ -81,6 +81,9 @@ class NixlPeer(Peer):
     A frame that native code stores in a slot of the image, signal last, is sent by itself.
     """
 
+    # Its page is that of this side's pump.
+    shares_doorbells: ClassVar[bool] = False
+
     def __init__(self, endpoint: NixlEndpoint, offer: Descriptor, image: HostMemory, link: int) -> None:
         super().__init__(offer, image)
         self._endpoint = endpoint
@@ -124,13 +127,12 @@ class NixlEndpoint:
             (and its variable UCX_NET_DEVICES). Of two endpoints, equal places in this list meet.
         device: The GPU on which windows lie, in the driver's order; none: host memory.
         driver: Loaded already; where not given, the machine's own.
+        page: A doorbell page of as many lanes to ring, which others ring too; none: one of its own.
 
     Raises:
         NixlMissing: NIXL is not installed, or another version.
         P2PError: a rail is no device of this machine, or the GPU cannot be used (CudaMissing, CudaError).
     """
-
-    shares_doorbells: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -141,6 +143,7 @@ class NixlEndpoint:
         rails: tuple[str, ...] = ("",),
         device: int | None = None,
         driver: CudaDriver | None = None,
+        page: HostMemory | None = None,
     ) -> None:
         check_endpoint(name, incarnation, lanes)
         nixl_native.check_rails(rails)
@@ -150,8 +153,9 @@ class NixlEndpoint:
         self.rails = rails
         self.library = nixl_native.load()
         self._links: list[NixlWindow | NixlPeer] = []
-        self._page = HostMemory.allocate(mmap.PAGESIZE)
-        self.library.p2p_bell_init(self._page.address, incarnation, lanes)
+        self._page = page or HostMemory.allocate(mmap.PAGESIZE)
+        if page is None:
+            self.library.p2p_bell_init(self._page.address, incarnation, lanes)
         if device is not None:
             nixl_native.check_transports(os.environ.get("UCX_TLS"), nixl_native.UNFENCED_GPU)
         self.device = None if device is None else Device(driver or CudaDriver.load(), device)

@@ -1,4 +1,5 @@
-"""Which transport a process speaks, as its command line says it: `shm`, `nixl`, `nixl:RAIL,RAIL` or `cuda:DEVICE`."""
+"""Which transport a process speaks, as its command line says it: `shm`, `nixl`, `nixl:RAIL,RAIL`, `shm+nixl:RAIL` or
+`cuda:DEVICE`."""
 
 from __future__ import annotations
 
@@ -9,28 +10,33 @@ from typing import Any
 from p2p.descriptor import Transport
 from p2p.endpoint import Endpoint, P2PError
 from p2p.local import ShmEndpoint
+from p2p.nearby import NearbyEndpoint
 
 
 @dataclass(frozen=True, kw_only=True)
 class TransportChoice:
     """A transport, the rails (names of network devices) it may use, and the GPU its windows lie on.
 
-    No rails: the transport's own choice. No device: windows lie in host memory.
+    No rails: the transport's own choice. No device: windows lie in host memory. near: shared memory to whoever is on
+    the same host, and nixl to all others.
     """
 
     transport: Transport
     rails: tuple[str, ...] = ()
     device: int | None = None
+    near: bool = False
 
     @classmethod
     def parse(cls, text: str) -> TransportChoice:
-        """Read `shm`, `nixl`, `nixl:RAIL,RAIL`, `cuda` or `cuda:DEVICE`; nixl also with `@cuda:DEVICE` behind it.
+        """Read `shm`, `nixl`, `nixl:RAIL,RAIL`, `cuda` or `cuda:DEVICE`; nixl also with `@cuda:DEVICE` behind it, or
+        `shm+` before it.
 
         Raises:
             ValueError: it is none of them, or names a rail twice.
         """
         way, at, place = text.partition("@")
-        name, colon, rest = way.partition(":")
+        near = way.startswith("shm+") and not at
+        name, colon, rest = way.removeprefix("shm+" if near else "").partition(":")
         listed = tuple(rest.split(",")) if colon else ()
         device = _device_of(place if at else way)
         if (
@@ -39,13 +45,14 @@ class TransportChoice:
             and len(set(listed)) == len(listed)
             and (device is not None or not at)
         ):
-            return cls(transport=Transport.NIXL, rails=listed, device=device)
+            return cls(transport=Transport.NIXL, rails=listed, device=device, near=near)
         if device is not None and not at:
             return cls(transport=Transport.CUDA, device=device)
         if text == "shm":
             return cls(transport=Transport.SHM)
         raise ValueError(
-            f"transport {text!r} is not known; shm, nixl, nixl:eth0,eth1, cuda:1 or nixl:eth0@cuda:1 is needed."
+            f"transport {text!r} is not known; shm, nixl, nixl:eth0,eth1, shm+nixl:eth0, cuda:1 or nixl:eth0@cuda:1 is "
+            "needed."
         )
 
     @property
@@ -81,6 +88,20 @@ class TransportChoice:
             return lambda name, incarnation, lanes: CudaEndpoint(name, incarnation, lanes, device=device)
         from p2p.nixl import NixlEndpoint
 
+        if self.near:
+
+            def both(name: str, incarnation: int, lanes: int) -> NearbyEndpoint:
+                near = ShmEndpoint(name, incarnation, lanes)
+                try:
+                    page = near.share_page()
+                    return NearbyEndpoint(
+                        near, NixlEndpoint(name, incarnation, lanes, rails=self.named_rails, page=page)
+                    )
+                except BaseException:
+                    near.close()
+                    raise
+
+            return both
         return lambda name, incarnation, lanes: NixlEndpoint(
             name, incarnation, lanes, rails=self.named_rails, device=self.device
         )

@@ -33,6 +33,7 @@ import numpy as np
 from benchmarks.hosts.network import Network
 from eaas.model.loader import resolve_model
 from eaas.ops.credentials import make_certs
+from router.host import HOST_VARIABLE
 
 NETWORKS = ("ctl", "rail0", "rail1")
 RAILS = NETWORKS[1:]
@@ -59,7 +60,7 @@ class Setting:
     processes of a host, variables, and what comes before their commands."""
 
     roles: Mapping[str, Sequence[str]] = field(default_factory=lambda: dict(ROLES))
-    transport: str = f"nixl:{','.join(RAILS)}"
+    transport: str = f"shm+nixl:{','.join(RAILS)}"
     environment: Mapping[str, Mapping[str, str]] = field(default_factory=dict[str, Mapping[str, str]])
     prefix: Mapping[str, Sequence[str]] = field(default_factory=dict[str, Sequence[str]])
 
@@ -127,6 +128,8 @@ class HostsCluster:
                     environment = {
                         **os.environ,
                         "XDG_CACHE_HOME": str(self.folder / host / "cache"),
+                        # A namespace has the machine's name, and is another host.
+                        HOST_VARIABLE: host,
                         **self.setting.environment.get(host, {}),
                     }
                     self._units.append(

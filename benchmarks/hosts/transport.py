@@ -24,7 +24,7 @@ _CONTROL = ("etcd", "router", "gateway")
 _APART = {"a": (*_CONTROL, "attention"), "b": ("expert", "expert")}
 SETTINGS = {
     "shm": Setting(roles={"a": (*_CONTROL, "attention", "expert", "expert")}, transport="shm"),
-    "nixl": Setting(roles=_APART),
+    "nixl": Setting(roles=_APART, transport=f"nixl:{','.join(RAILS)}"),
     # A device of each host that is there already, as `tunnels` makes it.
     "wireguard": Setting(roles=_APART, transport="nixl:wg-{host}"),
 }

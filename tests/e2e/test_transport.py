@@ -28,15 +28,15 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def served() -> Iterator[LocalCluster]:
+@pytest.fixture(scope="module", params=["nixl:lo", "shm+nixl:lo"])
+def served(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
     config = ClusterConfig(
         model=resolve_model("demo"),
         served_model_name="demo",
         experts=3,
         port=0,
         cores=(0, 1),
-        transport="nixl:lo",
+        transport=request.param,
     )
     cluster = LocalCluster(config)
     try:

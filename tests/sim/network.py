@@ -265,6 +265,8 @@ class SimWindow(Window):
 class SimPeer(Peer):
     """Another endpoint's window, as an image of it: what is written there travels only by `forward`."""
 
+    shares_doorbells: ClassVar[bool] = False
+
     def __init__(self, endpoint: SimEndpoint, window: SimWindow, number: int) -> None:
         # A one-sided read at connect time, so that header pages look the same from here.
         self._image = _aligned_zeros(window.nbytes)
@@ -298,8 +300,6 @@ class SimPeer(Peer):
 
 class SimEndpoint:
     """One simulated process's end. Made by `SimNetwork.endpoint`."""
-
-    shares_doorbells: ClassVar[bool] = False
 
     def __init__(self, network: SimNetwork, name: str, incarnation: int) -> None:
         self.network = network
