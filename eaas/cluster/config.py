@@ -13,7 +13,7 @@ from eaas.worker.config import NO_DRAFTS, NO_OVERLAP, EngineOptions, WorkerOptio
 from experts.config import ComputingOptions, ExpertOptions
 from experts.devices import CPU, CUDA, Device
 from p2p.transport import TransportChoice
-from router.access import bound_address
+from router.access import LOOPBACK, bound_address
 from router.config import ChildOptions, ExpertPoolOptions, PoolsOptions, ProcessOptions, RouterOptions
 from router.options import Options, OptionsInvalid, derived, option
 from router.pools import autoscale_bounds
@@ -24,6 +24,8 @@ KEYS_FILE = "keys.json"
 JOBS_FILE = "responses.sqlite"
 # And what its gateways seal the ids of events with, so that each goes on with streams of the others.
 RESUME_KEY_FILE = "resume.key"
+# Where what computes is started.
+HERE, RAY = "here", "ray"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +66,12 @@ class ClusterConfig(
         ("cpu",),
         "What computes: cpu, GPUs as cuda:0,cuda:1, both as cuda:0,cpu, or interpreter (the GPUs' kernels on the CPU, "
         "very slowly). Dealt out to the expert servers, then to the attention workers; several kinds to each pool.",
+    )
+    on: str = option(
+        HERE,
+        "Where expert servers and attention workers run: here, or on the nodes of this host's Ray cluster, each in an "
+        "actor that asks for one CPU, and one GPU with --device cuda:0; needs `pip install eaas[ray]`.",
+        choices=(HERE, RAY),
     )
     expert_lanes: int = option(
         0, "Cores of each expert server; 0 deals them out among the servers.", metavar="CORES", least=0
@@ -120,6 +128,13 @@ class ClusterConfig(
             raise OptionsInvalid(NO_OVERLAP)
         if drafts_of(self.speculate) and ask - {CPU}:
             raise OptionsInvalid(NO_DRAFTS)
+        if self.on == RAY and (
+            self.cores or self.expert_lanes or self.device not in (("cpu",), (f"{CUDA}:0",))
+        ):
+            raise OptionsInvalid(
+                f"--on {RAY} with --cores, --expert-lanes or --device {','.join(self.device)}: Ray gives each process "
+                f"what it computes on. Leave the first two out, and give --device cpu or {CUDA}:0."
+            )
         if self.cores and self.expert_lanes > len(self.cores):
             raise OptionsInvalid(
                 f"{self.expert_lanes} lanes for each expert server; 0 (deal out the cores) to {len(self.cores)}, one "
@@ -184,6 +199,7 @@ class LaunchContext:
         experts_wanted: Size of the expert pool now.
         listen_fd: The endpoint's socket, -1 without one.
         admin_address: Where a router of this slot had its admin listener before; empty: it had none.
+        node: Address of the node on which it runs, by which the others reach it.
     """
 
     state_dir: Path
@@ -191,6 +207,7 @@ class LaunchContext:
     experts_wanted: int
     listen_fd: int
     admin_address: str
+    node: str = LOOPBACK
 
 
 def child_options(
@@ -203,16 +220,20 @@ def child_options(
         if config.etcd:
             store = {"store": "etcd", "cluster": context.state_dir.name}
         admin_port = _admin_port(config, context, slot)
-        return derived(
-            config, RouterOptions, tls_dir=tls_dir, port=port, number=slot, admin_port=admin_port, **store
-        )
+        where = {"host": context.node, "port": port, "admin_port": admin_port}
+        return derived(config, RouterOptions, tls_dir=tls_dir, number=slot, **where, **store)
     member: dict[str, Any] = {"tls_dir": tls_dir, "router": context.router_address, "model": config.model}
     device = config.device_of(pool, slot)
     if pool == "expert":
-        cores = expert_cores(slot, context.experts_wanted, config.cores, config.expert_lanes)
-        return derived(config, ExpertOptions, device=device, cores=tuple(cores), **member)
+        if config.on == RAY:
+            member["zone"] = context.node
+        else:
+            member["cores"] = tuple(
+                expert_cores(slot, context.experts_wanted, config.cores, config.expert_lanes)
+            )
+        return derived(config, ExpertOptions, device=device, host=context.node, **member)
     if pool == "attention":
-        return derived(config, WorkerOptions, device=device, **member)
+        return derived(config, WorkerOptions, device=device, host=context.node, **member)
     made: dict[str, Any] = {
         "listen_fd": context.listen_fd,
         "keys_file": config.keys_file or (context.state_dir / KEYS_FILE if config.asks_for_keys else None),

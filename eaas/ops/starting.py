@@ -146,11 +146,17 @@ def run_cluster(
         StartFailed, StateDirUnusable, CredentialsInvalid, ValueError: as LocalCluster does.
     """
     stop = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda *_: stop.set())
+
+    def heed_signals() -> None:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, lambda *_: stop.set())
+
+    heed_signals()
     cluster = LocalCluster(config, on_event=show)
     try:
         _start_or_stop(cluster, stop)
+        # Again: Ray puts one of its own before them, which prints a stack.
+        heed_signals()
         if not stop.is_set():
             on_ready(cluster)
             stop.wait()

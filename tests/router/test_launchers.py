@@ -327,7 +327,7 @@ def test_a_launcher_that_makes_no_sense_says_why(tmp_path: Path, flags: list[str
     (tmp_path / "EMPTY").write_text("\n")
     named = [str(tmp_path / flag) if flag in ("KEY", "NONE", "EMPTY") else flag for flag in flags]
     with pytest.raises(ValueError, match=message):
-        Launcher(options(*named))
+        Launcher.of(options(*named))
 
 
 @pytest.mark.parametrize("host", ["", "elsewhere"])
@@ -335,7 +335,7 @@ def test_only_what_a_launcher_started_is_ended(
     tmp_path: Path, host: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended = tmp_path / "ended"
-    launcher = Launcher(options("--host", host, "--exec", f"echo $EAAS_PID >> {ended}"))
+    launcher = Launcher.of(options("--host", host, "--exec", f"echo $EAAS_PID >> {ended}"))
     monkeypatch.setattr(launcher, "_report", lambda pid, pool: None)
     foreign = subprocess.Popen(["sleep", "60"])
     ours = subprocess.Popen(["sleep", "60"], env={**os.environ, "EAAS_HOST": host_id()})
@@ -357,7 +357,7 @@ def test_a_start_by_webhook_is_given_up_before_the_router_orders_again(
     assert Config.start_s > launching.START_TRIES_S
     monkeypatch.setattr(launching, "START_TRIES_S", 1.0)
     hook.answer = 503
-    launcher = Launcher(options("--host", "cloud", "--webhook", hook.url, "--tries", "50"))
+    launcher = Launcher.of(options("--host", "cloud", "--webhook", hook.url, "--tries", "50"))
     given_up: list[str] = []
     monkeypatch.setattr(launcher, "_report", lambda pid, pool: given_up.append(pool))
     start = launcher._order(StartProcess(host="", pool="expert"))
