@@ -99,7 +99,7 @@ class _Owned:
 
     pool: str
     node: str
-    actor: Any = None
+    actor: Any
     is_ready: bool = False
 
 
@@ -178,7 +178,7 @@ class RayNodes:
         """
         if order.action == "start":
             return self._start(order)
-        if (owned := self._owned.get(order.pid)) is not None and owned.actor is not None:
+        if (owned := self._owned.get(order.pid)) is not None:
             try:
                 self._ray.get(owned.actor.stop.remote(str(_ANSWER_S)), timeout=2 * _ANSWER_S)
             except self._failed as error:
@@ -190,16 +190,14 @@ class RayNodes:
         """End every process, and leave Ray, which ends what is left."""
         with self._lock:
             self._ending = True
-            actors = [owned.actor for owned in self._owned.values() if owned.actor is not None]
+            actors = [owned.actor for owned in self._owned.values()]
         stops = [actor.stop.remote(str(within_s)) for actor in actors]
         if stops:
             self._ray.wait(stops, num_returns=len(stops), timeout=within_s + _ANSWER_S)
         self._ray.shutdown()
 
     def _start(self, order: Order) -> int:
-        owned = self._place(order.pool)
-        with self._lock:
-            self._owned[order.pid] = owned
+        owned = self._place(order)
         words = ""
         try:
             left_s = max(1.0, min(order.until_s - time.monotonic(), _LONGEST_S))
@@ -243,13 +241,13 @@ class RayNodes:
         self._ray.kill(owned.actor)
         return "" if status == "0" else f"{name} ended with status {status} (on {address})"
 
-    def _place(self, pool: str) -> _Owned:
+    def _place(self, order: Order) -> _Owned:
         """An actor where the fewest members of the pool are, and of such nodes the fewest of all."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as OnNode
 
         now_s = time.monotonic()
         with self._lock:
-            alike = Counter(owned.node for owned in self._owned.values() if owned.pool == pool)
+            alike = Counter(owned.node for owned in self._owned.values() if owned.pool == order.pool)
             beside = Counter(owned.node for owned in self._owned.values())
             doubted = {node for node, at_s in self._doubted.items() if now_s - at_s < _DOUBT_S}
             able = [node["NodeID"] for node in self._alive() if self._has_room(node["Resources"])]
@@ -261,7 +259,8 @@ class RayNodes:
             actor = self._ray.remote(ProcessOwner).options(
                 **self._resources, max_concurrency=4, scheduling_strategy=where
             )
-            return _Owned(pool=pool, node=node, actor=actor.remote())
+            owned = self._owned[order.pid] = _Owned(pool=order.pool, node=node, actor=actor.remote())
+            return owned
 
     def _alive(self) -> list[Any]:
         return [node for node in self._ray.nodes() if node["Alive"]]
