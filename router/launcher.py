@@ -170,22 +170,16 @@ class Launcher:
     """Follows the router's orders for one host; each order on a thread of its own, so that none waits for another."""
 
     def __init__(
-        self,
-        router: str,
-        host: str,
-        carry: Callable[[Order], int],
-        tries: Mapping[str, int],
-        credentials: Credentials | None,
+        self, router: str, host: str, carry: Callable[[Order], int], credentials: Credentials | None
     ) -> None:
         """Nothing is sent yet.
 
         Args:
             host: Name under which to take orders.
-            carry: Carries an order out. Returns the pid or number of the process if it has ended by now, else 0; raises
+            carry: Carries an order out; returns the pid, or the order's, of a process that has ended, else 0. Raises
                 OrderFailed.
-            tries: Most of them, by action.
         """
-        self._carry, self._tries = carry, tries
+        self._carry, self._tries = carry, {"start": 1, "stop": 1}
         self._router, self._host = router, host
         self._is_here = self._host == host_id()
         self._client = RouterClient(router, credentials)
@@ -208,10 +202,11 @@ class Launcher:
             if options.webhook
             else partial(run_command, command=options.exec, timeout_s=options.timeout_s)
         )
-        # A command that starts a process may have done so before it failed; only the router may order another.
-        tries = {"start": options.tries if options.webhook else 1, "stop": options.tries}
         proof = child.credentials(options, LAUNCHER)
-        return cls(options.router, options.host or host_id(), carry, tries, proof)
+        launcher = cls(options.router, options.host or host_id(), carry, proof)
+        # A command that starts a process may have done so before it failed; only the router may order another.
+        launcher._tries = {"start": options.tries if options.webhook else 1, "stop": options.tries}
+        return launcher
 
     def follow(self) -> None:
         """Carry out orders until `close`."""

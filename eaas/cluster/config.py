@@ -24,8 +24,6 @@ KEYS_FILE = "keys.json"
 JOBS_FILE = "responses.sqlite"
 # And what its gateways seal the ids of events with, so that each goes on with streams of the others.
 RESUME_KEY_FILE = "resume.key"
-# Where what computes is started.
-HERE, RAY = "here", "ray"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,10 +66,10 @@ class ClusterConfig(
         "very slowly). Dealt out to the expert servers, then to the attention workers; several kinds to each pool.",
     )
     on: str = option(
-        HERE,
+        "here",
         "Where expert servers and attention workers run: here, or on the nodes of this host's Ray cluster, each in an "
         "actor that asks for one CPU, and one GPU with --device cuda:0; needs `pip install eaas[ray]`.",
-        choices=(HERE, RAY),
+        choices=("here", "ray"),
     )
     expert_lanes: int = option(
         0, "Cores of each expert server; 0 deals them out among the servers.", metavar="CORES", least=0
@@ -128,12 +126,11 @@ class ClusterConfig(
             raise OptionsInvalid(NO_OVERLAP)
         if drafts_of(self.speculate) and ask - {CPU}:
             raise OptionsInvalid(NO_DRAFTS)
-        if self.on == RAY and (
-            self.cores or self.expert_lanes or self.device not in (("cpu",), (f"{CUDA}:0",))
-        ):
+        whole = self.device in (("cpu",), ("cuda:0",))
+        if self.on == "ray" and (self.cores or self.expert_lanes or not whole):
             raise OptionsInvalid(
-                f"--on {RAY} with --cores, --expert-lanes or --device {','.join(self.device)}: Ray gives each process "
-                f"what it computes on. Leave the first two out, and give --device cpu or {CUDA}:0."
+                f"--on ray with --cores, --expert-lanes or --device {','.join(self.device)}: Ray gives each process "
+                "what it computes on. Leave the first two out, and give --device cpu or cuda:0."
             )
         if self.cores and self.expert_lanes > len(self.cores):
             raise OptionsInvalid(
@@ -225,12 +222,8 @@ def child_options(
     member: dict[str, Any] = {"tls_dir": tls_dir, "router": context.router_address, "model": config.model}
     device = config.device_of(pool, slot)
     if pool == "expert":
-        if config.on == RAY:
-            member["zone"] = context.node
-        else:
-            member["cores"] = tuple(
-                expert_cores(slot, context.experts_wanted, config.cores, config.expert_lanes)
-            )
+        cores = expert_cores(slot, context.experts_wanted, config.cores, config.expert_lanes)
+        member |= {"cores": tuple(cores), "zone": context.node if config.on == "ray" else ""}
         return derived(config, ExpertOptions, device=device, host=context.node, **member)
     if pool == "attention":
         return derived(config, WorkerOptions, device=device, host=context.node, **member)
@@ -260,7 +253,10 @@ def expert_cores(slot: int, servers: int, cores: Sequence[int], lanes: int = 0) 
 
     Args:
         servers: Wanted when this one starts.
+        cores: Of this host; none: of another, where it takes any.
     """
+    if not cores:
+        return []
     if lanes:
         return [cores[(slot * lanes + lane) % len(cores)] for lane in range(lanes)]
     servers = max(servers, slot + 1)

@@ -26,14 +26,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
-from eaas.cluster.config import (
-    KEYS_FILE,
-    RAY,
-    RESUME_KEY_FILE,
-    ClusterConfig,
-    LaunchContext,
-    child_options,
-)
+from eaas.cluster.config import KEYS_FILE, RESUME_KEY_FILE, ClusterConfig, LaunchContext, child_options
 from eaas.cluster.mps import ready_gpus
 from eaas.cluster.on_ray import RayNodes, RayUnusable
 from eaas.cluster.process import Child, StartFailed, StateDir, keep_secret
@@ -79,9 +72,9 @@ class LocalCluster:
     """
 
     def __init__(self, config: ClusterConfig, *, on_event: Callable[[str], None] | None = None) -> None:
-        # Cores of this host are none of other nodes.
-        config = config if config.on == RAY else replace(config, cores=named_cores(config.cores))
-        self.config = config
+        # On other nodes are other cores.
+        cores = () if config.on == "ray" else named_cores(config.cores)
+        self.config = config = replace(config, cores=cores)
         tls = config.tls_dir
         self._credentials = Credentials(tls / LAUNCHER, LAUNCHER) if tls is not None else None
         self._state = StateDir(config.state_dir)
@@ -134,12 +127,10 @@ class LocalCluster:
         try:
             if self.config.endpoint:
                 self._listen()
-            if self.config.on == RAY:
+            if self.config.on == "ray":
                 self._ray = RayNodes(
-                    is_secured=self._credentials is not None,
-                    transport=self.config.transport,
-                    has_gpus=bool(self.config.gpus),
-                    command=lambda pool, node: (ROLES[pool].module, self._arguments(pool, 0, 0, node)),
+                    self.config,
+                    command=lambda pool, node: [ROLES[pool].module, *self._arguments(pool, 0, 0, node)],
                     tell=lambda text, failed: self._order(partial(self._heard, text, failed)),
                 )
             else:
@@ -470,10 +461,8 @@ class LocalCluster:
     def _follow_launches(self) -> None:
         router = self._router_client()
         if self._ray is not None:
-            # A try that failed is the router's to order again, perhaps on another node.
-            tries = {"start": 1, "stop": 1}
-            host = f"{RAY}/{self.state_dir.name}"
-            self._launcher = Launcher(self.router_address, host, self._ray.carry, tries, self._credentials)
+            name = f"ray/{self.state_dir.name}"
+            self._launcher = Launcher(self.router_address, name, self._ray.carry, self._credentials)
             self._launcher.follow()
             return
         for command in router.launches(host_id(), self._starting):

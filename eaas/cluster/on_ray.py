@@ -1,9 +1,9 @@
 """Expert servers and attention workers on the nodes of a Ray cluster: how `eaas serve --on ray` carries orders out.
 
 Each order to start becomes an actor, which owns one process of its node: it starts it, and the process ends with it. So
-Ray's word that an actor or its node died is the router's word that the process ended. Ray knows what is free on each
-node, starts no actor where there is no room, and waits for nodes that join; of those with room, that with the fewest
-members of the pool is taken. Ray serializes with pickle: actors take and give strings, and lists of strings, alone.
+Ray's word that an actor or its node died is the router's word that the process ended. A new one goes where the fewest
+members of its pool are; Ray, which knows what is free, has it elsewhere if there is no room, or wait for nodes that
+join. Ray serializes with pickle: actors take and give strings, and lists of strings, alone.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pathlib import Path
 from signal import SIGKILL, SIGTERM
 from typing import Any
 
+from eaas.cluster.config import ClusterConfig
 from eaas.cluster.process import Child, StartFailed
 from p2p.descriptor import Transport
 from p2p.transport import TransportChoice
@@ -30,12 +31,10 @@ from router.launcher import Order, OrderFailed
 
 logger = logging.getLogger(__name__)
 
-# Until an actor whose connection broke is asked no more, and until one that is asked to stop its process is ended.
+# Within this an actor answers whose node is well, and a process that is well ends in order.
 _ANSWER_S = 1.0
-# Ray believes in a node that fell silent for some 15 s more: meanwhile others are preferred.
+# Ray takes some 15 s to see that a node fell silent: meanwhile others are preferred.
 _DOUBT_S = 30.0
-# An order that nobody withdraws while the pool has room for it nowhere: the router orders again.
-_LONGEST_S = 45.0
 
 
 class RayUnusable(RuntimeError):
@@ -51,24 +50,19 @@ class ProcessOwner:
 
         return [ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()]
 
-    def start(self, pool: str, module: str, arguments: list[str], variables: list[str]) -> list[str]:
-        """Start the process, and wait until it is ready.
-
-        Args:
-            variables: NAME=VALUE of its environment, beside the node's own.
-
-        Returns:
-            Its name as a member, and its pid; or an empty name, and why it could not start.
+    def start(self, pool: str, command: list[str], variables: list[str]) -> list[str]:
+        """Start the process by its module and arguments, with variables NAME=VALUE beside the node's own, until it is
+        ready: its name as a member, and its pid; or an empty name, and why it could not start.
         """
-        # Ray's word on what an actor should use; a process that has lanes knows better.
+        # Ray's word on threads is for what it runs itself.
         os.environ.pop("OMP_NUM_THREADS", None)
         try:
             self._child = child = Child.start(
                 pool=pool,
                 slot=0,
-                module=module,
-                arguments=arguments,
-                # Beside what the actor itself says, where `ray logs` finds it.
+                module=command[0],
+                arguments=command[1:],
+                # Among Ray's own, where `ray logs` finds it.
                 log=Path("/proc/self/fd/2").resolve(),
                 environment=dict(variable.split("=", 1) for variable in variables),
             )
@@ -95,7 +89,7 @@ class ProcessOwner:
 
 @dataclass(kw_only=True)
 class _Owned:
-    """What was ordered: of which pool, on which node (by id), by which actor."""
+    """A process that was ordered; `node`: Ray's id of that where it is."""
 
     pool: str
     node: str
@@ -112,18 +106,13 @@ class RayNodes:
 
     def __init__(
         self,
-        *,
-        is_secured: bool,
-        transport: str,
-        has_gpus: bool,
-        command: Callable[[str, str], tuple[str, list[str]]],
+        config: ClusterConfig,
+        command: Callable[[str, str], list[str]],
         tell: Callable[[str, bool], None],
     ) -> None:
         """Connect to Ray.
 
         Args:
-            is_secured: Whether the processes have certificates, without which none listens beyond loopback.
-            has_gpus: Whether each process needs one.
             command: The module and the arguments of a process, by its pool and its node's address.
             tell: Gets a line when a process is ready, or has ended; and whether it could not start.
 
@@ -136,9 +125,8 @@ class RayNodes:
             import ray
             from ray.exceptions import RayError
         except ModuleNotFoundError as error:
-            raise RayUnusable(
-                f"--on ray needs ray, which is not here ({error}): pip install 'eaas[ray]'."
-            ) from None
+            raise RayUnusable(f"--on ray needs ray: {error}. Install it: pip install 'eaas[ray]'.") from None
+        logging.getLogger("ray").setLevel(logging.ERROR)
         try:
             ray.init(address="auto", log_to_driver=False, configure_logging=False)
         except (RayError, OSError, RuntimeError, ValueError) as error:
@@ -147,22 +135,21 @@ class RayNodes:
             ) from None
         self._ray, self._failed = ray, RayError
         self._command, self._tell = command, tell
-        self._resources = {"num_cpus": 1, "num_gpus": int(has_gpus)}
+        self._gpus = int(bool(config.gpus))
         self._lock = threading.Lock()
         self._owned: dict[int, _Owned] = {}
         self._doubted: dict[str, float] = {}
         self._ending = False
-        self._here = ray.get_runtime_context().get_node_id()
-        nodes = {node["NodeID"]: node["NodeManagerAddress"] for node in self._alive()}
-        crosses = TransportChoice.parse(transport).transport is Transport.NIXL
-        self._stays = not (is_secured and crosses)
+        self._here, nodes = ray.get_runtime_context().get_node_id(), self._alive()
+        crosses = TransportChoice.parse(config.transport).transport is Transport.NIXL
+        self._stays = config.tls_dir is None or not crosses
         if len(nodes) > 1 and self._stays:
             raise RayUnusable(
                 f"{len(nodes)} nodes found, and between them TLS and --transport nixl are needed; found "
-                f"{'TLS' if is_secured else 'no TLS'} and {transport}. Give --tls-dir (`eaas certs` makes it) and "
-                "--transport nixl, or use a Ray cluster of this host alone."
+                f"{'TLS' if config.tls_dir else 'no TLS'} and {config.transport}. Give --tls-dir (`eaas certs` makes "
+                "it) and --transport nixl, or use a Ray cluster of this host alone."
             )
-        self.address = LOOPBACK if self._stays else nodes[self._here]
+        self.address = LOOPBACK if self._stays else nodes[self._here]["NodeManagerAddress"]
 
     @property
     def ready(self) -> Counter[str]:
@@ -182,50 +169,47 @@ class RayNodes:
             try:
                 self._ray.get(owned.actor.stop.remote(str(_ANSWER_S)), timeout=2 * _ANSWER_S)
             except self._failed as error:
-                logger.warning("owner_ended member=%s node=%s reason=%s", order.member, owned.node, error)
-                self._doubt(owned)
+                logger.warning("owner_lost member=%s node=%s reason=%s", order.member, owned.node, error)
+                self._end_lost(owned)
         return 0
 
     def end(self, within_s: float) -> None:
         """End every process, and leave Ray, which ends what is left."""
         with self._lock:
             self._ending = True
-            actors = [owned.actor for owned in self._owned.values()]
-        stops = [actor.stop.remote(str(within_s)) for actor in actors]
+            stops = [owned.actor.stop.remote(str(within_s)) for owned in self._owned.values()]
         if stops:
             self._ray.wait(stops, num_returns=len(stops), timeout=within_s + _ANSWER_S)
         self._ray.shutdown()
 
     def _start(self, order: Order) -> int:
-        owned = self._place(order)
-        words = ""
+        owned, address = self._place(order), ""
         try:
-            left_s = max(1.0, min(order.until_s - time.monotonic(), _LONGEST_S))
+            left_s = max(_ANSWER_S, order.until_s - time.monotonic())
             owned.node, address = self._ray.get(owned.actor.where.remote(), timeout=left_s)
             words = self._run(order, owned, LOOPBACK if self._stays else address)
         except self._failed as error:
-            # What it owned has ended with it, or nobody has any word of it: its node may be gone.
-            self._doubt(owned)
-            words = f"{order.pool} on {owned.node[:12]} is lost: {error}"
-            if isinstance(error, TimeoutError) and not owned.is_ready:
-                words = f"no node has {self._resources} to spare for {order.pool} within {left_s:.0f} s; add nodes"
+            # What it owned has ended with it, or with its node.
+            self._end_lost(owned)
+            needed = (
+                f"no node has a CPU and {self._gpus} GPUs free for {order.pool}: add nodes, or ask for less"
+            )
+            words = f"{order.pool} on {address} is lost: {error}" if address else needed
         finally:
             with self._lock:
                 del self._owned[order.pid]
-        if self._ending:
-            return 0
-        if words:
+        if words and not self._ending:
             self._tell(words, False)
             raise OrderFailed(words, pid=order.pid)
         return order.pid
 
     def _run(self, order: Order, owned: _Owned, address: str) -> str:
         """Start and wait; why it ended otherwise than in order, empty where it did. Raises RayError."""
-        module, arguments = self._command(order.pool, address)
         given = {HOST_VARIABLE: order.host, PID_VARIABLE: str(order.pid)}
         given |= {n: v for n, v in os.environ.items() if n.startswith(("EAAS_EXPERT_", "EAAS_ATTENTION_"))}
         variables = [f"{name}={value}" for name, value in given.items()]
-        name, said = self._ray.get(owned.actor.start.remote(order.pool, module, arguments, variables))
+        command = self._command(order.pool, address)
+        name, said = self._ray.get(owned.actor.start.remote(order.pool, command, variables))
         if not name:
             self._tell(f"{said} (on {address})", True)
             return said
@@ -234,43 +218,43 @@ class RayNodes:
         while True:
             try:
                 status = self._ray.get(owned.actor.wait.remote())
-                break
+                return "" if status == "0" else f"{name} ended with status {status} (on {address})"
             except self._ray.exceptions.ActorUnavailableError:
                 # The connection broke. If the node is there it is made again, and the process was never away.
                 self._ray.get(owned.actor.where.remote(), timeout=_ANSWER_S)
-        self._ray.kill(owned.actor)
-        return "" if status == "0" else f"{name} ended with status {status} (on {address})"
 
     def _place(self, order: Order) -> _Owned:
         """An actor where the fewest members of the pool are, and of such nodes the fewest of all."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as OnNode
 
-        now_s = time.monotonic()
         with self._lock:
-            alike = Counter(owned.node for owned in self._owned.values() if owned.pool == order.pool)
-            beside = Counter(owned.node for owned in self._owned.values())
-            doubted = {node for node, at_s in self._doubted.items() if now_s - at_s < _DOUBT_S}
-            able = [node["NodeID"] for node in self._alive() if self._has_room(node["Resources"])]
-            # With none that could ever, a node is awaited that joins.
+            members = self._owned.values()
+            asked = {each.actor.where.remote(): each.node for each in members if each.is_ready}
+            silent = (
+                self._ray.wait(list(asked), num_returns=len(asked), timeout=_ANSWER_S)[1] if asked else ()
+            )
+            self._doubted |= {asked[each]: time.monotonic() for each in silent}
+            doubted = {node for node, at_s in self._doubted.items() if time.monotonic() - at_s < _DOUBT_S}
+            beside = Counter(each.node for each in members)
+            alike = Counter(each.node for each in members if each.pool == order.pool)
+            has = {node: one["Resources"] for node, one in self._alive().items()}
+            able = [n for n, it in has.items() if it.get("CPU", 0) >= 1 and it.get("GPU", 0) >= self._gpus]
+            # With none that ever could, one is awaited.
             node = min(able, key=lambda n: (n in doubted, alike[n], beside[n], n), default=self._here)
-            # Where there is no room on it now, Ray takes another.
+            # Without room on that node now, Ray takes another.
             where = OnNode(node, soft=not self._stays, _spill_on_unavailable=not self._stays)
             # Threads: it waits for the process, and is asked to stop it.
             actor = self._ray.remote(ProcessOwner).options(
-                **self._resources, max_concurrency=4, scheduling_strategy=where
+                num_cpus=1, num_gpus=self._gpus, max_concurrency=4, scheduling_strategy=where
             )
             owned = self._owned[order.pid] = _Owned(pool=order.pool, node=node, actor=actor.remote())
             return owned
 
-    def _alive(self) -> list[Any]:
-        return [node for node in self._ray.nodes() if node["Alive"]]
-
-    def _has_room(self, resources: dict[str, float]) -> bool:
-        wanted = {"CPU": self._resources["num_cpus"], "GPU": self._resources["num_gpus"]}
-        return all(resources.get(name, 0) >= count for name, count in wanted.items())
-
-    def _doubt(self, owned: _Owned) -> None:
-        """Have an actor that does not answer ended, and others' nodes preferred to its own."""
+    def _end_lost(self, owned: _Owned) -> None:
+        """Have an actor ended that does not answer, and other nodes preferred to its own."""
         with self._lock:
             self._doubted[owned.node] = time.monotonic()
         self._ray.kill(owned.actor)
+
+    def _alive(self) -> dict[str, Any]:
+        return {node["NodeID"]: node for node in self._ray.nodes() if node["Alive"]}

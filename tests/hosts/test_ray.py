@@ -29,7 +29,8 @@ from tests.eaas.gateway_world import eventually
 
 pytestmark = [
     pytest.mark.alone,
-    pytest.mark.full(seconds=90),
+    pytest.mark.full(seconds=60),
+    pytest.mark.timeout(900),
     pytest.mark.skipif(os.geteuid() != 0, reason=f"needs root for namespaces, found uid {os.geteuid()}"),
     pytest.mark.skipif(shutil.which("ip") is None, reason="needs ip (Debian: iproute2), found none"),
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs ray (eaas[ray]), found none"),
@@ -70,19 +71,29 @@ class Node:
             join = [f"--address={head.address}:6379"]
         asked = [f"--node-ip-address={self.address}", "--num-cpus=4", "--object-store-memory=80000000"]
         words = ["ray.scripts.scripts", "start", *join, *asked, f"--temp-dir={self.folder}"]
-        done = subprocess.run(
-            self.command(*words),
-            env={**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(ROOT)},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=120,
-        )
-        assert done.returncode == 0, done.stdout
+        # Ray gives a node 30 s to start, which a busy host may need.
+        for _ in range(3):
+            done = subprocess.run(
+                self.command(*words),
+                env={**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(ROOT)},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                timeout=120,
+            )
+            if done.returncode == 0:
+                return
+            self.kill()
+        pytest.fail(done.stdout)
+
+    def lose_power(self) -> None:
+        """The node says nothing more, not even that its connections have ended."""
+        ip("-n", self.name, "link", "set", "eth0", "down")
+        self.kill()
 
     def kill(self) -> None:
-        """End every process of the node at once, as a loss of power does."""
+        """End every process of the node."""
         while pids := ip("netns", "pids", self.name).split():
             for pid in pids:
                 with suppress(ProcessLookupError):
@@ -96,7 +107,7 @@ class Node:
 
         def run() -> None:
             try:
-                with open(f"/run/netns/{self.name}", "rb") as space:
+                with Path(f"/run/netns/{self.name}").open("rb") as space:
                     libc = ctypes.CDLL(None, use_errno=True)
                     assert libc.setns(space.fileno(), _CLONE_NEWNET) == 0, os.strerror(ctypes.get_errno())
                 found.append(act())
@@ -145,9 +156,7 @@ class World:
         secured = ["--tls-dir", str(self.folder / "certs"), "--transport", "nixl", *TRUST]
         with self.log.open("w") as log:
             serving = self.eaas("serve", "--on", "ray", *sizes, *secured, output=log)
-        eventually(
-            lambda: "ready demo at" in self.said() or serving.poll() is not None, "ready", timeout_s=120
-        )
+        eventually(lambda: "ready demo" in self.said() or serving.poll() is not None, "ready", 120)
         assert serving.poll() is None, self.said()
         return serving
 
@@ -156,7 +165,7 @@ class World:
 
     def status(self) -> dict[str, Any]:
         def ask() -> dict[str, Any]:
-            with urllib.request.urlopen(f"http://127.0.0.1:{PORT}/status", timeout=10) as answer:
+            with urllib.request.urlopen(f"http://127.0.0.1:{PORT}/status", timeout=30) as answer:
                 return json.load(answer)
 
         return self.head.inside(ask)
@@ -222,7 +231,7 @@ class Streams:
         return self.texts
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def world() -> Iterator[World]:
     # A short path: names of sockets have 107 bytes.
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as folder:
@@ -242,7 +251,10 @@ def test_other_nodes_are_refused_without_tls(world: World) -> None:
     assert "3 nodes found, and between them TLS and --transport nixl are needed" in " ".join(said.split())
 
 
-def test_a_node_that_dies_fails_no_stream_and_its_members_come_back_on_others(world: World) -> None:
+@pytest.mark.parametrize("die", [Node.kill, Node.lose_power])
+def test_a_node_that_dies_fails_no_stream_and_its_members_come_back_on_others(
+    world: World, die: Callable[[Node], None]
+) -> None:
     serving = world.serve()
     first, second, third, fourth = (node.address for node in world.nodes)
     spread = world.members("expert")
@@ -256,20 +268,22 @@ def test_a_node_that_dies_fails_no_stream_and_its_members_come_back_on_others(wo
     streams = Streams(world.head)
     eventually(lambda: streams.events > calm.events // 3, "a third of the tokens")
     killed_s, at = time.monotonic(), streams.events
-    lost.kill()
+    die(lost)
     assert streams.events < calm.events, "the streams had ended before the node died"
     assert streams.end() == texts, f"after a node died at event {at} of {calm.events}"
     assert not streams.failures
 
-    eventually(lambda: world.is_whole(3), f"whole again: {world.said()}", timeout_s=60)
-    print(f"whole {time.monotonic() - killed_s:.1f} s after the node died")
+    eventually(lambda: world.is_whole(3), f"whole again: {world.said()}", timeout_s=120)
+    print(f"{die.__name__}: whole {time.monotonic() - killed_s:.1f} s after the node died")
     assert lost.address not in {*world.members("expert"), *world.members("attention")}
 
     world.nodes[3].start_ray(world.head)
-    grown = world.eaas("scale", "expert", "4", "--tls-dir", str(world.folder / "certs"), "--url", f"127.0.0.1:{PORT}")
+    grown = world.eaas(
+        "scale", "expert", "4", "--tls-dir", str(world.folder / "certs"), "--url", f"127.0.0.1:{PORT}"
+    )
     said, _ = grown.communicate(timeout=60)
     assert grown.returncode == 0, said
-    eventually(lambda: world.is_whole(4), f"a fourth server: {world.said()}", timeout_s=60)
+    eventually(lambda: world.is_whole(4), f"a fourth server: {world.said()}", timeout_s=120)
     assert world.members("expert")[fourth] == 1, f"{world.members('expert')}: one on {fourth} is needed"
 
     again = Streams(world.head)
