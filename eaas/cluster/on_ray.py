@@ -198,7 +198,9 @@ class RayNodes:
         finally:
             with self._lock:
                 del self._owned[order.pid]
-        if words and not self._ending:
+        if self._ending:
+            return 0
+        if words:
             self._tell(words, False)
             raise OrderFailed(words, pid=order.pid)
         return order.pid

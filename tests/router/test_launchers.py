@@ -126,6 +126,51 @@ def test_a_command_starts_a_member_and_another_replaces_it_when_it_is_lost(
     client.close()
 
 
+def test_whoever_owns_a_process_elsewhere_reports_its_end_at_once(
+    started: Callable[..., RouterProcess], tmp_path: Path
+) -> None:
+    router = started("--attention", "0", "--lease-s", "600")
+    script = tmp_path / "member.py"
+    script.write_text(MEMBER)
+    owned: list[subprocess.Popen[bytes]] = []
+    closing = threading.Event()
+
+    def own(order: Order) -> int:
+        told = {"EAAS_HOST": order.host, "EAAS_PID": str(order.pid), "EAAS_POOL": order.pool}
+        owned.append(
+            subprocess.Popen(
+                [sys.executable, script], env={**os.environ, **told, "EAAS_ROUTER": order.router}
+            )
+        )
+        status = owned[-1].wait()
+        if closing.is_set():
+            return 0
+        if status:
+            raise OrderFailed(f"status {status}", pid=order.pid)
+        return order.pid
+
+    launcher = Launcher(router.address, "cloud", own, None)
+    threading.Thread(target=launcher.follow, daemon=True).start()
+    client = RouterClient(router.address)
+
+    def serving() -> list[str]:
+        return [m.name for m in client.status().view.members if m.state == "serving"]
+
+    try:
+        until(lambda: serving() == ["expert/1"])
+        owned[0].kill()
+        # Its lease would last ten minutes.
+        until(lambda: serving() == ["expert/2"])
+        assert client.status().gone[0].reason == "its process ended"
+    finally:
+        closing.set()
+        launcher.close()
+        client.close()
+        for process in owned:
+            process.kill()
+            process.wait()
+
+
 def test_processes_started_elsewhere_join_and_are_ended_under_the_number_in_their_order(
     started: Callable[..., RouterProcess], launched: Callable[..., subprocess.Popen[bytes]], tmp_path: Path
 ) -> None:
