@@ -37,7 +37,7 @@ pytestmark = [
 ]
 
 ROOT = Path(__file__).resolve().parents[2]
-STREAMS, TOKENS, PORT = 6, 160, 8000
+STREAMS, TOKENS, PORT = 6, 400, 8000
 # The word for unencrypted rows, where there is one.
 TRUST = [f"--{name.replace('_', '-')}" for name in options_of(ClusterConfig) if name == "trust_network"]
 _CLONE_NEWNET = 0x40000000
@@ -266,7 +266,7 @@ def test_a_node_that_dies_fails_no_stream_and_its_members_come_back_on_others(
     # The one node of the two others that has an attention worker too: streams lose both sides of theirs.
     lost = next(node for node in world.nodes[1:3] if node.address in world.members("attention"))
     streams = Streams(world.head)
-    eventually(lambda: streams.events > calm.events // 3, "a third of the tokens")
+    eventually(lambda: streams.events > calm.events // 8, "an eighth of the tokens")
     killed_s, at = time.monotonic(), streams.events
     die(lost)
     assert streams.events < calm.events, "the streams had ended before the node died"
