@@ -8,6 +8,7 @@ join. Ray serializes with pickle: actors take and give strings, and lists of str
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import select
@@ -180,7 +181,11 @@ class RayNodes:
             stops = [owned.actor.stop.remote(str(within_s)) for owned in self._owned.values()]
         if stops:
             self._ray.wait(stops, num_returns=len(stops), timeout=within_s + _ANSWER_S)
-        self._ray.shutdown()
+        # Without its head Ray waits for it for ever; of a process that is gone it ends all actors.
+        atexit.unregister(self._ray.shutdown)
+        leave = threading.Thread(target=self._ray.shutdown, daemon=True)
+        leave.start()
+        leave.join(within_s)
 
     def _start(self, order: Order) -> int:
         owned, address = self._place(order), ""
