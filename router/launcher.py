@@ -176,8 +176,7 @@ class Launcher:
 
         Args:
             host: Name under which to take orders.
-            carry: Carries an order out; returns the pid, or the order's, of a process that has ended, else 0. Raises
-                OrderFailed.
+            carry: Carries an order out; gives the pid, or the order's, of what has ended, else 0. Raises OrderFailed.
         """
         self._carry, self._tries = carry, {"start": 1, "stop": 1}
         self._router, self._host = router, host

@@ -126,8 +126,8 @@ class ClusterConfig(
             raise OptionsInvalid(NO_OVERLAP)
         if drafts_of(self.speculate) and ask - {CPU}:
             raise OptionsInvalid(NO_DRAFTS)
-        whole = self.device in (("cpu",), ("cuda:0",))
-        if self.on == "ray" and (self.cores or self.expert_lanes or not whole):
+        given = self.cores or self.expert_lanes or self.device not in (("cpu",), ("cuda:0",))
+        if self.on == "ray" and given:
             raise OptionsInvalid(
                 f"--on ray with --cores, --expert-lanes or --device {','.join(self.device)}: Ray gives each process "
                 "what it computes on. Leave the first two out, and give --device cpu or cuda:0."

@@ -137,8 +137,8 @@ class LocalCluster:
                 self._environment = ready_gpus(self.config, self.state_dir)
         except (Exposed, ListenFailed, P2PError, RayUnusable) as error:
             self.stop()
-            parts = {P2PError: "GPUs", RayUnusable: "Ray"}
-            part = next((part for kind, part in parts.items() if isinstance(error, kind)), "gateway")
+            other = "Ray" if isinstance(error, RayUnusable) else "gateway"
+            part = "GPUs" if isinstance(error, P2PError) else other
             raise StartFailed(f"{part}: {error}") from None
         self._supervisor.start()
         first = self.config.router_port

@@ -30,8 +30,6 @@ from router.access import LOOPBACK
 from router.host import HOST_VARIABLE, PID_VARIABLE
 from router.launcher import Order, OrderFailed
 
-logger = logging.getLogger(__name__)
-
 # Within this an actor answers whose node is well, and a process that is well ends in order.
 _ANSWER_S = 1.0
 # Ray takes some 15 s to see that a node fell silent: meanwhile others are preferred.
@@ -170,7 +168,7 @@ class RayNodes:
             try:
                 self._ray.get(owned.actor.stop.remote(str(_ANSWER_S)), timeout=2 * _ANSWER_S)
             except self._failed as error:
-                logger.warning("owner_lost member=%s node=%s reason=%s", order.member, owned.node, error)
+                self._tell(f"{order.member} on node {owned.node} does not answer: {error}", False)
                 self._end_lost(owned)
         return 0
 
@@ -203,18 +201,16 @@ class RayNodes:
         finally:
             with self._lock:
                 del self._owned[order.pid]
-        if self._ending:
-            return 0
-        if words:
+        if words and not self._ending:
             self._tell(words, False)
             raise OrderFailed(words, pid=order.pid)
-        return order.pid
+        return 0 if self._ending else order.pid
 
     def _run(self, order: Order, owned: _Owned, address: str) -> str:
         """Start and wait; why it ended otherwise than in order, empty where it did. Raises RayError."""
-        given = {HOST_VARIABLE: order.host, PID_VARIABLE: str(order.pid)}
-        given |= {n: v for n, v in os.environ.items() if n.startswith(("EAAS_EXPERT_", "EAAS_ATTENTION_"))}
-        variables = [f"{name}={value}" for name, value in given.items()]
+        mine = ("EAAS_EXPERT_", "EAAS_ATTENTION_")
+        variables = [f"{name}={value}" for name, value in os.environ.items() if name.startswith(mine)]
+        variables += [f"{HOST_VARIABLE}={order.host}", f"{PID_VARIABLE}={order.pid}"]
         command = self._command(order.pool, address)
         name, said = self._ray.get(owned.actor.start.remote(order.pool, command, variables))
         if not name:
@@ -246,9 +242,8 @@ class RayNodes:
             alike = Counter(each.node for each in members if each.pool == order.pool)
             has = {node: one["Resources"] for node, one in self._alive().items()}
             able = [n for n, it in has.items() if it.get("CPU", 0) >= 1 and it.get("GPU", 0) >= self._gpus]
-            # With none that ever could, one is awaited.
             node = min(able, key=lambda n: (n in doubted, alike[n], beside[n], n), default=self._here)
-            # Without room on that node now, Ray takes another.
+            # Without room on that node now, Ray takes another, or awaits one.
             where = OnNode(node, soft=not self._stays, _spill_on_unavailable=not self._stays)
             # Threads: it waits for the process, and is asked to stop it.
             actor = self._ray.remote(ProcessOwner).options(
@@ -259,8 +254,7 @@ class RayNodes:
 
     def _end_lost(self, owned: _Owned) -> None:
         """Have an actor ended that does not answer, and other nodes preferred to its own."""
-        with self._lock:
-            self._doubted[owned.node] = time.monotonic()
+        self._doubted = self._doubted | {owned.node: time.monotonic()}
         self._ray.kill(owned.actor)
 
     def _alive(self) -> dict[str, Any]:
