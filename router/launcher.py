@@ -37,7 +37,7 @@ from router.config import START_TRIES_S, LauncherOptions
 from router.events import StartProcess, StopProcess
 from router.host import HOST_VARIABLE, host_id
 from router.state import Config
-from router.tls import CredentialsInvalid
+from router.tls import Credentials, CredentialsInvalid
 from router.view import View
 
 log = logging.getLogger("router.launcher")
@@ -169,28 +169,43 @@ def _webhook(options: LauncherOptions) -> Callable[[Order], int]:
 class Launcher:
     """Follows the router's orders for one host; each order on a thread of its own, so that none waits for another."""
 
-    def __init__(self, options: LauncherOptions) -> None:
+    def __init__(
+        self, router: str, host: str, carry: Callable[[Order], int], credentials: Credentials | None
+    ) -> None:
         """Nothing is sent yet.
 
-        Raises:
-            LauncherInvalid: the address makes no sense, or the key file cannot be read.
-            CredentialsInvalid: as --tls-dir says.
+        Args:
+            host: Name under which to take orders.
+            carry: Carries an order out; gives the pid, or the order's, of what has ended, else 0. Raises OrderFailed.
         """
-        self._carry: Callable[[Order], int] = (
-            _webhook(options)
-            if options.webhook
-            else partial(run_command, command=options.exec, timeout_s=options.timeout_s)
-        )
-        # A command that starts a process may have done so before it failed; only the router may order another.
-        self._tries = {"start": options.tries if options.webhook else 1, "stop": options.tries}
-        self._router, self._host = options.router, options.host or host_id()
+        self._carry, self._tries = carry, {"start": 1, "stop": 1}
+        self._router, self._host = router, host
         self._is_here = self._host == host_id()
-        self._client = RouterClient(options.router, child.credentials(options, LAUNCHER))
+        self._client = RouterClient(router, credentials)
         self._closed = threading.Event()
         self._lock = threading.Lock()
         # Starts that have neither failed nor joined, oldest first: key -> (pool, when ordered).
         self._starting: dict[str, tuple[str, float]] = {}
         self._members: set[str] = set()
+
+    @classmethod
+    def of(cls, options: LauncherOptions) -> Launcher:
+        """By command or by webhook.
+
+        Raises:
+            LauncherInvalid: the address makes no sense, or the key file cannot be read.
+            CredentialsInvalid: as --tls-dir says.
+        """
+        carry = (
+            _webhook(options)
+            if options.webhook
+            else partial(run_command, command=options.exec, timeout_s=options.timeout_s)
+        )
+        proof = child.credentials(options, LAUNCHER)
+        launcher = cls(options.router, options.host or host_id(), carry, proof)
+        # A command that starts a process may have done so before it failed; only the router may order another.
+        launcher._tries = {"start": options.tries if options.webhook else 1, "stop": options.tries}
+        return launcher
 
     def follow(self) -> None:
         """Carry out orders until `close`."""
@@ -269,8 +284,8 @@ class Launcher:
 
     def _report(self, pid: int, pool: str) -> None:
         """Tell the router of a process of this host that ended (pid), of a start that failed (pool), or both."""
-        # Only on its own machine does a pid name the process: elsewhere another may have it.
-        pid = pid if self._is_here else 0
+        # Only on its own machine does a pid name the process: elsewhere another may have it. An order's number does.
+        pid = pid if self._is_here or pid >= _PID_LIMIT else 0
         if not pid and not pool:
             return
         for wait_s in _backoff():
@@ -308,7 +323,7 @@ def _backoff() -> Iterator[float]:
 
 def main(options: LauncherOptions) -> int:
     """Carry out orders until SIGTERM or SIGINT. Raises as Launcher does. Returns the exit code."""
-    launcher = Launcher(options)
+    launcher = Launcher.of(options)
     for number in (signal.SIGTERM, signal.SIGINT):
         # On another thread: the one interrupted may hold the client's lock.
         signal.signal(number, lambda *_: threading.Thread(target=launcher.close).start())

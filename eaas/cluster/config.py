@@ -12,7 +12,7 @@ from eaas.gateway.config import EndpointOptions, GatewayOptions
 from eaas.worker.config import NO_DRAFTS, NO_OVERLAP, EngineOptions, WorkerOptions, drafts_of
 from experts.config import ComputingOptions, ExpertOptions
 from experts.devices import CPU, CUDA, Device
-from router.access import bound_address
+from router.access import LOOPBACK, bound_address
 from router.config import ChildOptions, ExpertPoolOptions, PoolsOptions, ProcessOptions, RouterOptions
 from router.options import Options, OptionsInvalid, derived, option
 from router.pools import autoscale_bounds
@@ -63,6 +63,12 @@ class ClusterConfig(
         ("cpu",),
         "What computes: cpu, GPUs as cuda:0,cuda:1, both as cuda:0,cpu, or interpreter (the GPUs' kernels on the CPU, "
         "very slowly). Dealt out to the expert servers, then to the attention workers; several kinds to each pool.",
+    )
+    on: str = option(
+        "here",
+        "Where expert servers and attention workers run: here, or on the nodes of this host's Ray cluster, each in an "
+        "actor that asks for one CPU, and one GPU with --device cuda:0; needs `pip install eaas[ray]`.",
+        choices=("here", "ray"),
     )
     expert_lanes: int = option(
         0, "Cores of each expert server; 0 deals them out among the servers.", metavar="CORES", least=0
@@ -118,6 +124,12 @@ class ClusterConfig(
             raise OptionsInvalid(NO_OVERLAP)
         if drafts_of(self.speculate) and ask - {CPU}:
             raise OptionsInvalid(NO_DRAFTS)
+        given = self.cores or self.expert_lanes or self.device not in (("cpu",), ("cuda:0",))
+        if self.on == "ray" and given:
+            raise OptionsInvalid(
+                f"--on ray with --cores, --expert-lanes or --device {','.join(self.device)}: Ray gives each process "
+                "what it computes on. Leave the first two out, and give --device cpu or cuda:0."
+            )
         if self.cores and self.expert_lanes > len(self.cores):
             raise OptionsInvalid(
                 f"{self.expert_lanes} lanes for each expert server; 0 (deal out the cores) to {len(self.cores)}, one "
@@ -182,6 +194,7 @@ class LaunchContext:
         experts_wanted: Size of the expert pool now.
         listen_fd: The endpoint's socket, -1 without one.
         admin_address: Where a router of this slot had its admin listener before; empty: it had none.
+        node: Address of the node on which it runs, by which the others reach it.
     """
 
     state_dir: Path
@@ -189,6 +202,7 @@ class LaunchContext:
     experts_wanted: int
     listen_fd: int
     admin_address: str
+    node: str = LOOPBACK
 
 
 def child_options(
@@ -201,16 +215,16 @@ def child_options(
         if config.etcd:
             store = {"store": "etcd", "cluster": context.state_dir.name}
         admin_port = _admin_port(config, context, slot)
-        return derived(
-            config, RouterOptions, tls_dir=tls_dir, port=port, number=slot, admin_port=admin_port, **store
-        )
+        where = {"host": context.node, "port": port, "admin_port": admin_port}
+        return derived(config, RouterOptions, tls_dir=tls_dir, number=slot, **where, **store)
     member: dict[str, Any] = {"tls_dir": tls_dir, "router": context.router_address, "model": config.model}
     device = config.device_of(pool, slot)
     if pool == "expert":
         cores = expert_cores(slot, context.experts_wanted, config.cores, config.expert_lanes)
-        return derived(config, ExpertOptions, device=device, cores=tuple(cores), **member)
+        member |= {"cores": tuple(cores), "zone": context.node if config.on == "ray" else ""}
+        return derived(config, ExpertOptions, device=device, host=context.node, **member)
     if pool == "attention":
-        return derived(config, WorkerOptions, device=device, **member)
+        return derived(config, WorkerOptions, device=device, host=context.node, **member)
     made: dict[str, Any] = {
         "listen_fd": context.listen_fd,
         "keys_file": config.keys_file or (context.state_dir / KEYS_FILE if config.asks_for_keys else None),
@@ -237,7 +251,10 @@ def expert_cores(slot: int, servers: int, cores: Sequence[int], lanes: int = 0) 
 
     Args:
         servers: Wanted when this one starts.
+        cores: Of this host; none: of another, where it takes any.
     """
+    if not cores:
+        return []
     if lanes:
         return [cores[(slot * lanes + lane) % len(cores)] for lane in range(lanes)]
     servers = max(servers, slot + 1)

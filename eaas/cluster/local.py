@@ -1,5 +1,7 @@
 """A whole cluster as processes of this host: started, watched, repaired and ended by one supervisor.
 
+With --on ray, what computes is started on the nodes of a Ray cluster instead (on_ray), by the same orders.
+
 The supervisor decides nothing about the pools: the router says what to start and stop, and learns from the
 supervisor, through pidfds, at once when a process has ended. Only the two parts that the router cannot replace,
 itself and the gateways, are restarted here, on the addresses they had. A gateway that drains gets its successor first.
@@ -19,12 +21,14 @@ import signal
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
 from eaas.cluster.config import KEYS_FILE, RESUME_KEY_FILE, ClusterConfig, LaunchContext, child_options
 from eaas.cluster.mps import ready_gpus
+from eaas.cluster.on_ray import RayNodes, RayUnusable
 from eaas.cluster.process import Child, StartFailed, StateDir, keep_secret
 from eaas.gateway.keys import digest_of, keys_of, write_keys
 from eaas.gateway.listening import ListenFailed, address_of, listen
@@ -32,13 +36,14 @@ from eaas.settings import ROLES
 from experts.devices import CUDA, Device
 from p2p.endpoint import P2PError
 from p2p.native import named_cores
-from router.access import LAUNCHER, Exposed
+from router.access import LAUNCHER, LOOPBACK, Exposed
 from router.client import RouterClient, RouterUnavailable
 from router.connection import answers
 from router.etcd import Etcd, EtcdUnavailable
 from router.etcd_store import erase
 from router.events import StartProcess, StopProcess
 from router.host import host_id
+from router.launcher import Launcher
 from router.options import arguments
 from router.tls import Credentials
 from router.view import DRAINING, GATEWAY, View
@@ -67,7 +72,9 @@ class LocalCluster:
     """
 
     def __init__(self, config: ClusterConfig, *, on_event: Callable[[str], None] | None = None) -> None:
-        self.config = config = replace(config, cores=named_cores(config.cores))
+        # On other nodes are other cores.
+        cores = () if config.on == "ray" else named_cores(config.cores)
+        self.config = config = replace(config, cores=cores)
         tls = config.tls_dir
         self._credentials = Credentials(tls / LAUNCHER, LAUNCHER) if tls is not None else None
         self._state = StateDir(config.state_dir)
@@ -92,6 +99,8 @@ class LocalCluster:
         self._gateway_address = ""
         self._listener: socket.socket | None = None
         self._router: RouterClient | None = None
+        self._ray: RayNodes | None = None
+        self._launcher: Launcher | None = None
         # By pool and slot: how often in a row, and when last.
         self._restarts: dict[tuple[str, int], tuple[int, float]] = {}
         # Gateways of this host among the members, with their states, by pid.
@@ -118,10 +127,18 @@ class LocalCluster:
         try:
             if self.config.endpoint:
                 self._listen()
-            self._environment = ready_gpus(self.config, self.state_dir)
-        except (Exposed, ListenFailed, P2PError) as error:
+            if self.config.on == "ray":
+                self._ray = RayNodes(
+                    self.config,
+                    command=lambda pool, node: [ROLES[pool].module, *self._arguments(pool, 0, 0, node)],
+                    tell=lambda text, failed: self._order(partial(self._heard, text, failed)),
+                )
+            else:
+                self._environment = ready_gpus(self.config, self.state_dir)
+        except (Exposed, ListenFailed, P2PError, RayUnusable) as error:
             self.stop()
-            part = "GPUs" if isinstance(error, P2PError) else "gateway"
+            other = "Ray" if isinstance(error, RayUnusable) else "gateway"
+            part = "GPUs" if isinstance(error, P2PError) else other
             raise StartFailed(f"{part}: {error}") from None
         self._supervisor.start()
         first = self.config.router_port
@@ -150,8 +167,9 @@ class LocalCluster:
         self._exits.put((0, ""))
         if self._supervisor.ident is not None:
             self._supervisor.join()
-        if self._router is not None:
-            self._router.close()
+        for client in (self._router, self._launcher):
+            if client is not None:
+                client.close()
         for thread in (self._launch_thread, self._exit_thread, self._probe_thread):
             if thread.ident is not None:
                 thread.join(timeout=2)
@@ -176,6 +194,8 @@ class LocalCluster:
                     child.send(signal.SIGTERM)
                     child.send(signal.SIGCONT)
         deadline = time.monotonic() + self.config.stop_s
+        if self._ray is not None:
+            self._ray.end(self.config.stop_s)
         for child in children:
             _wait_exit(child, max(0.0, deadline - time.monotonic()))
             child.send(signal.SIGKILL)
@@ -292,13 +312,14 @@ class LocalCluster:
         self._selector.register(child.pidfd, selectors.EVENT_READ, (child, True))
         self._selector.register(child.ready_fd, selectors.EVENT_READ, (child, False))
 
-    def _arguments(self, pool: str, slot: int, port: int) -> list[str]:
+    def _arguments(self, pool: str, slot: int, port: int, node: str = "") -> list[str]:
         context = LaunchContext(
             state_dir=self.state_dir,
             router_address=self.router_address,
             experts_wanted=self._experts_wanted,
             listen_fd=self._listener.fileno() if self._listener else -1,
             admin_address=self._admin_addresses.get(slot, ""),
+            node=node or (self._ray.address if self._ray else LOOPBACK),
         )
         return arguments(child_options(self.config, context, pool, slot, port))
 
@@ -311,9 +332,15 @@ class LocalCluster:
                 self._selector.unregister(descriptor)
         if child.ready is None:
             return
-        self._on_event(f"{child.name} ready")
         if child.pool == "router":
             self._router_ready(child)
+        self._heard(f"{child.name} ready")
+
+    def _heard(self, text: str, is_failure: bool = False) -> None:
+        """What became of a process, in words. Raises StartFailed: it could not start."""
+        if is_failure:
+            raise StartFailed(text)
+        self._on_event(text)
         if not self._missing():
             self._ready.set()
 
@@ -425,15 +452,20 @@ class LocalCluster:
             "expert": config.experts,
             "attention": config.attention,
         }
-        for child in self._children.values():
-            if child.ready is not None:
-                wanted[child.pool] -= 1
-        return ", ".join(f"{count} x {pool}" for pool, count in wanted.items() if count > 0)
+        ready = self._ray.ready if self._ray is not None else Counter[str]()
+        ready.update(child.pool for child in self._children.values() if child.ready is not None)
+        missing = {pool: count - ready[pool] for pool, count in wanted.items()}
+        return ", ".join(f"{count} x {pool}" for pool, count in missing.items() if count > 0)
 
     # -- what the router orders --------------------------------------------------------------------------------------
 
     def _follow_launches(self) -> None:
         router = self._router_client()
+        if self._ray is not None:
+            name = f"ray/{self.state_dir.name}"
+            self._launcher = Launcher(self.router_address, name, self._ray.carry, self._credentials)
+            self._launcher.follow()
+            return
         for command in router.launches(host_id(), self._starting):
             if self._stopping.is_set():
                 return

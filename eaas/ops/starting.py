@@ -146,11 +146,15 @@ def run_cluster(
         StartFailed, StateDirUnusable, CredentialsInvalid, ValueError: as LocalCluster does.
     """
     stop = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    for number in numbers:
         signal.signal(number, lambda *_: stop.set())
     cluster = LocalCluster(config, on_event=show)
     try:
         _start_or_stop(cluster, stop)
+        for number in numbers:
+            # Again: Ray puts handlers of its own before them, which print a stack.
+            signal.signal(number, signal.getsignal(number))
         if not stop.is_set():
             on_ready(cluster)
             stop.wait()

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+
+import pytest
 
 from eaas.cluster.config import ClusterConfig, LaunchContext, PoolConfig, child_options
 from eaas.settings import PAGE, ROLES, SCHEMA, chart_schema, options_page
-from router.options import arguments, read
+from router.options import OptionsInvalid, arguments, read
 
 HOST = LaunchContext(
     state_dir=Path("/s/cluster-1"),
@@ -30,6 +33,27 @@ def launched(*words: str, pool: str, slot: int = 0) -> list[str]:
     written = arguments(options)
     assert read(ROLES[pool].options, pool, written, {}) == options
     return sorted(written)
+
+
+def test_on_a_ray_cluster_a_node_is_address_and_zone_and_its_cores_are_its_own() -> None:
+    config = read(ClusterConfig, "serve", ["/m", "--on", "ray", "--tls-dir", "/t"], {})
+    node = replace(HOST, node="10.0.0.2")
+    assert sorted(arguments(child_options(config, node, "expert", 0, port=0))) == [
+        "--host=10.0.0.2", "--model=/m", "--router=127.0.0.1:7", "--tls-dir=/t/expert", "--zone=10.0.0.2",
+    ]  # fmt: skip
+    for pool in ("router", "attention"):
+        assert "--host=10.0.0.2" in arguments(child_options(config, node, pool, 0, port=0))
+    gateway = arguments(child_options(config, node, "gateway", 0, port=0))
+    assert not any(word.startswith(("--host", "--zone")) for word in gateway)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("--cores", "0"), ("--expert-lanes", "1"), ("--device", "cuda:1"), ("--device", "cuda:0,cuda:1")],
+)
+def test_ray_gives_each_process_what_it_computes_on(words: tuple[str, str]) -> None:
+    with pytest.raises(OptionsInvalid, match="Ray gives each process what it computes on"):
+        read(ClusterConfig, "serve", ["--on", "ray", *words], {})
 
 
 def test_a_process_is_started_with_what_differs_from_its_defaults_or_was_asked_for() -> None:

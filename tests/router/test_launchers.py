@@ -126,6 +126,51 @@ def test_a_command_starts_a_member_and_another_replaces_it_when_it_is_lost(
     client.close()
 
 
+def test_whoever_owns_a_process_elsewhere_reports_its_end_at_once(
+    started: Callable[..., RouterProcess], tmp_path: Path
+) -> None:
+    router = started("--attention", "0", "--lease-s", "600")
+    script = tmp_path / "member.py"
+    script.write_text(MEMBER)
+    owned: list[subprocess.Popen[bytes]] = []
+    closing = threading.Event()
+
+    def own(order: Order) -> int:
+        told = {"EAAS_HOST": order.host, "EAAS_PID": str(order.pid), "EAAS_POOL": order.pool}
+        owned.append(
+            subprocess.Popen(
+                [sys.executable, script], env={**os.environ, **told, "EAAS_ROUTER": order.router}
+            )
+        )
+        status = owned[-1].wait()
+        if closing.is_set():
+            return 0
+        if status:
+            raise OrderFailed(f"status {status}", pid=order.pid)
+        return order.pid
+
+    launcher = Launcher(router.address, "cloud", own, None)
+    threading.Thread(target=launcher.follow, daemon=True).start()
+    client = RouterClient(router.address)
+
+    def serving() -> list[str]:
+        return [m.name for m in client.status().view.members if m.state == "serving"]
+
+    try:
+        until(lambda: serving() == ["expert/1"])
+        owned[0].kill()
+        # Its lease would last ten minutes.
+        until(lambda: serving() == ["expert/2"])
+        assert client.status().gone[0].reason == "its process ended"
+    finally:
+        closing.set()
+        launcher.close()
+        client.close()
+        for process in owned:
+            process.kill()
+            process.wait()
+
+
 def test_processes_started_elsewhere_join_and_are_ended_under_the_number_in_their_order(
     started: Callable[..., RouterProcess], launched: Callable[..., subprocess.Popen[bytes]], tmp_path: Path
 ) -> None:
@@ -327,7 +372,7 @@ def test_a_launcher_that_makes_no_sense_says_why(tmp_path: Path, flags: list[str
     (tmp_path / "EMPTY").write_text("\n")
     named = [str(tmp_path / flag) if flag in ("KEY", "NONE", "EMPTY") else flag for flag in flags]
     with pytest.raises(ValueError, match=message):
-        Launcher(options(*named))
+        Launcher.of(options(*named))
 
 
 @pytest.mark.parametrize("host", ["", "elsewhere"])
@@ -335,7 +380,7 @@ def test_only_what_a_launcher_started_is_ended(
     tmp_path: Path, host: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended = tmp_path / "ended"
-    launcher = Launcher(options("--host", host, "--exec", f"echo $EAAS_PID >> {ended}"))
+    launcher = Launcher.of(options("--host", host, "--exec", f"echo $EAAS_PID >> {ended}"))
     monkeypatch.setattr(launcher, "_report", lambda pid, pool: None)
     foreign = subprocess.Popen(["sleep", "60"])
     ours = subprocess.Popen(["sleep", "60"], env={**os.environ, "EAAS_HOST": host_id()})
@@ -357,7 +402,7 @@ def test_a_start_by_webhook_is_given_up_before_the_router_orders_again(
     assert Config.start_s > launching.START_TRIES_S
     monkeypatch.setattr(launching, "START_TRIES_S", 1.0)
     hook.answer = 503
-    launcher = Launcher(options("--host", "cloud", "--webhook", hook.url, "--tries", "50"))
+    launcher = Launcher.of(options("--host", "cloud", "--webhook", hook.url, "--tries", "50"))
     given_up: list[str] = []
     monkeypatch.setattr(launcher, "_report", lambda pid, pool: given_up.append(pool))
     start = launcher._order(StartProcess(host="", pool="expert"))
