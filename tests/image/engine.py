@@ -1,14 +1,13 @@
 """The image and the chart's pods in podman, and what a kubelet does that `podman kube play` does not.
 
-podman 4.3 plays Pods, Secrets and claims. From rendered manifests this makes pods of Deployments and StatefulSets, with
-what it lacks: names of Services (as aliases in a network of their own), status.podIP and $(NAME) in arguments, an
-emptyDir that is one pod's own, probes (podman would run curl in the container, which the image has not), preStop, and
-the time to end.
+podman 4.3 plays Pods and claims. From rendered manifests this makes pods of Deployments and StatefulSets, with what it
+lacks: Secrets (it has them, and writes their base64 into the files), names of Services (as aliases in a network of
+their own), status.podIP and $(NAME) in arguments, an emptyDir that is one pod's own, probes (it would run curl in the
+container, which the image has not), preStop, and the time to end.
 """
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import copy
 import http.client
@@ -121,10 +120,14 @@ def rendered(tag: str, *sets: str) -> list[dict[str, Any]]:
     return [manifest for manifest in yaml.safe_load_all(text) if manifest]
 
 
-def secret(name: str, files: Mapping[str, Path]) -> dict[str, Any]:
-    """A Secret's manifest."""
-    data = {key: base64.b64encode(path.read_bytes()).decode() for key, path in files.items()}
-    return {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": name}, "data": data}
+def secret(folder: Path, files: Mapping[str, Path]) -> Path:
+    """A Secret as a kubelet mounts it in pods of this chart: a folder whose files the group of fsGroup may read."""
+    folder.mkdir(parents=True)
+    for key, path in files.items():
+        (folder / key).write_bytes(path.read_bytes())
+        os.chown(folder / key, 0, 10001)
+        (folder / key).chmod(0o440)
+    return folder
 
 
 @dataclass(kw_only=True)
@@ -187,27 +190,21 @@ class Node:
 
     Args:
         manifests: For a tag of the image, what the chart renders.
-        secrets: Manifests of what the pods mount.
+        secrets: A folder for each Secret that the pods mount.
     """
 
-    def __init__(
-        self, manifests: Callable[[str], list[dict[str, Any]]], secrets: Sequence[Mapping[str, Any]]
-    ) -> None:
-        self._manifests, self._used, self.pods = manifests, 9, dict[str, Pod]()
-        self._secrets = [str(one["metadata"]["name"]) for one in secrets]
+    def __init__(self, manifests: Callable[[str], list[dict[str, Any]]], secrets: Mapping[str, Path]) -> None:
+        self._manifests, self._secrets = manifests, secrets
+        self._used, self.pods = 9, dict[str, Pod]()
         self.clear()
         run("podman", "network", "create", "--internal", "--subnet", f"{SUBNET}.0/24", NETWORK)
-        for one in secrets:
-            run("podman", "kube", "play", "-", stdin=yaml.safe_dump(dict(one)))
 
     def clear(self) -> None:
         """End everything of this network's name, an earlier run's too."""
         run("podman", "pod", "rm", "--force", "--time=1", *self.pods, check=False)
         run("podman", "network", "rm", "--force", NETWORK, check=False)
-        for kind in ("secret", "volume"):
-            names = run("podman", kind, "ls", "--format", "{{.Name}}").split()
-            ours = [name for name in names if name in self._secrets or name.startswith("eaas-test-")]
-            run("podman", kind, "rm", *ours, check=False)
+        names = run("podman", "volume", "ls", "--format", "{{.Name}}").split()
+        run("podman", "volume", "rm", *(name for name in names if name.startswith("eaas-test-")), check=False)
 
     def of(self, role: str) -> list[Pod]:
         """The pods of a role."""
@@ -238,7 +235,8 @@ class Node:
         # In podman volumes have one name space: an emptyDir is each pod's own, and so is a claim.
         for volume in spec["volumes"]:
             if "secret" in volume:
-                volume["secret"]["optional"] = False  # podman 4.3 crashes on one that does not say.
+                path = str(self._secrets[volume.pop("secret")["secretName"]])
+                volume["hostPath"] = {"path": path, "type": "Directory"}
             elif "persistentVolumeClaim" in volume:
                 volume["persistentVolumeClaim"]["claimName"] = f"eaas-test-{name}-{volume['name']}"
             else:
@@ -310,9 +308,7 @@ class Node:
 
 
 @contextlib.contextmanager
-def node(
-    manifests: Callable[[str], list[dict[str, Any]]], secrets: Sequence[Mapping[str, Any]]
-) -> Iterator[Node]:
+def node(manifests: Callable[[str], list[dict[str, Any]]], secrets: Mapping[str, Path]) -> Iterator[Node]:
     """A node, and nothing of it afterwards."""
     made = Node(manifests, secrets)
     try:

@@ -12,13 +12,14 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.image import engine
 
 TAG, NEXT = "localhost/eaas-test:1", "localhost/eaas-test:2"
+ROLES = ("router", "expert", "attention", "gateway")
+HTTPS = (("crt", "cert"), ("key", "key"))
 PROMPTS = ("ROMEO:", "JULIET:", "To be, or not", "KING HENRY:")
 lacking = engine.missing()
 pytestmark = [
@@ -212,21 +213,16 @@ def cluster(image: str, folder: Path) -> Iterator[Cluster]:
     key = eaas("keys", "new", str(keys), "first").split()[-1]
     (folder / "admin.key").write_text(os.urandom(32).hex())
     (folder / "resume.key").write_bytes(os.urandom(32))
-    roles = ("router", "expert", "attention", "gateway")
-    secrets: list[dict[str, Any]] = [
-        engine.secret(
-            f"eaas-tls-{role}", {name: certs / role / name for name in ("ca.pem", "cert.pem", "key.pem")}
-        )
-        for role in roles
-    ]
-    https = {"tls.crt": certs / "gateway" / "cert.pem", "tls.key": certs / "gateway" / "key.pem"}
-    secrets += [
-        engine.secret("eaas-https", https),
-        engine.secret("eaas-keys", {name: folder / name for name in ("keys.json", "resume.key")}),
-        engine.secret("eaas-admin-key", {"key": folder / "admin.key"}),
-    ]
+    files = {
+        f"eaas-tls-{role}": {name: certs / role / name for name in ("ca.pem", "cert.pem", "key.pem")}
+        for role in ROLES
+    }
+    files["eaas-https"] = {f"tls.{end}": certs / "gateway" / f"{name}.pem" for end, name in HTTPS}
+    files["eaas-keys"] = {name: folder / name for name in ("keys.json", "resume.key")}
+    files["eaas-admin-key"] = {"key": folder / "admin.key"}
+    secrets = {name: engine.secret(folder / "secrets" / name, ones) for name, ones in files.items()}
     with engine.node(engine.rendered, secrets) as node:
-        for role in roles:
+        for role in ROLES:
             workload, _ = node.workload(role, image)
             for ordinal in range(workload["spec"]["replicas"]):
                 node.start(role, ordinal, image)
@@ -248,7 +244,7 @@ def test_the_charts_pods_serve_and_their_probes_pass(cluster: Cluster) -> None:
     with cluster.traffic() as traffic:
         traffic.wait(8)
     assert not traffic.failed
-    for role in ("router", "expert", "attention", "gateway"):
+    for role in ROLES:
         status = cluster.node.of(role)[0].execute("cat", "/proc/1/status").splitlines()
         said = dict(line.split(":\t", 1) for line in status if ":\t" in line)
         assert (said["CapEff"], said["NoNewPrivs"]) == ("0" * 16, "1"), role
@@ -269,7 +265,7 @@ def test_a_killed_pod_fails_no_request_and_starts_again(cluster: Cluster, role: 
     assert not traffic.failed, traffic.failed[:3]
 
 
-@pytest.mark.parametrize("role", ["router", "expert", "attention", "gateway"])
+@pytest.mark.parametrize("role", ROLES)
 def test_another_tag_of_the_image_rolls_out_without_a_failed_request(cluster: Cluster, role: str) -> None:
     node = cluster.node
     workload, _ = node.workload(role, NEXT)
