@@ -258,6 +258,8 @@ class Node:
         # podman would publish each port on the host, for every address it has.
         for unplayed in ("ports", "livenessProbe", "readinessProbe", "lifecycle"):
             container.pop(unplayed, None)
+        # A kubelet starts nothing anew in a pod that ends; podman would, where a retired member has ended well.
+        spec["restartPolicy"] = "OnFailure"
         labels = workload["spec"]["template"]["metadata"]["labels"]
         manifest = {
             "apiVersion": "v1",
@@ -285,8 +287,9 @@ class Node:
         ends = time.monotonic() + longest_s
         while not all(pod.passes("readinessProbe") for pod in pods):
             if time.monotonic() > ends:
-                late = [pod.name for pod in pods if not pod.passes("readinessProbe")]
-                raise TimeoutError(f"not ready within {longest_s:g} s: {', '.join(late)}")
+                late = [pod for pod in pods if not pod.passes("readinessProbe")]
+                logs = "".join(f"\n{pod.name}: {pod.log()[-700:]}" for pod in late)
+                raise TimeoutError(f"not ready within {longest_s:g} s:{logs}")
             time.sleep(0.2)
 
     def end(self, pod: Pod) -> float:
@@ -297,7 +300,12 @@ class Node:
         began = time.monotonic()
         hook = pod.container.get("lifecycle", {}).get("preStop")
         if hook:
-            pod.execute(*hook["exec"]["command"], timeout_s=pod.grace_s)
+            try:
+                pod.execute(*hook["exec"]["command"], timeout_s=pod.grace_s)
+            except RuntimeError:
+                # A member that was retired ends by itself, and with its container what waits in there.
+                if pod.inspect(".State.Running") == "true" or pod.inspect(".State.ExitCode") != "0":
+                    raise
         asked = time.monotonic()
         left = max(2, round(pod.grace_s - (asked - began)))
         run("podman", "stop", f"--time={left}", f"{pod.name}-{pod.role}", timeout_s=left + 60)
