@@ -23,7 +23,7 @@ HTTPS = (("crt", "cert"), ("key", "key"))
 PROMPTS = ("ROMEO:", "JULIET:", "To be, or not", "KING HENRY:")
 lacking = engine.missing()
 pytestmark = [
-    pytest.mark.full(seconds=120),
+    pytest.mark.full(seconds=45),
     pytest.mark.alone,
     pytest.mark.timeout(2400),
     pytest.mark.skipif(bool(lacking), reason=lacking or "nothing is missing"),
