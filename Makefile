@@ -8,11 +8,14 @@ ARGS ?=
 TORCH_INDEX ?=
 # Which vLLM `make vllm` installs.
 VLLM ?= 0.32.0
+# What `make image` builds, and by what.
+IMAGE ?= eaas:0.1.0
+ENGINE ?= $(firstword $(foreach name,docker podman buildah,$(shell command -v $(name))))
 VLLM_ENV := .vllm/$(VLLM)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup native serve demo test test-all test-optimized check check-native fuzz sim mutants e2e soak bench wheel vllm gpu proto screenshots docs clean
+.PHONY: help setup native serve demo test test-all test-optimized check check-native fuzz sim mutants e2e soak bench wheel image vllm gpu proto screenshots docs clean
 
 help: ## List the targets
 	@grep -hE '^[a-z0-9-]+:.*?## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -95,6 +98,10 @@ bench: setup $(VENV)/.complete-dev ## Decode speed beside other engines (llamacp
 wheel: setup ## A wheel of this machine's architecture in dist/, native code included: it serves without a checkout or a compiler
 	@$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 	@ls dist/*.whl
+
+image: ## The container image, by docker, podman or buildah. Options: make image IMAGE=REGISTRY/eaas:0.1.0 TORCH_INDEX=https://download.pytorch.org/whl/cpu ARGS="--build-arg BASE=NAME"
+	@[ -n "$(ENGINE)" ] || { echo "docker, podman or buildah needed, none found"; exit 1; }
+	@$(ENGINE) build -f deploy/Dockerfile $(if $(TORCH_INDEX),--build-arg TORCH_INDEX=$(TORCH_INDEX)) -t $(IMAGE) $(ARGS) .
 
 vllm: $(VLLM_ENV)/.complete ## vLLM's CPU build in .vllm/VERSION, this checkout in it, for tests/vllm and benchmarks.vllm: 3.5 GB, some 4 minutes. Another: make vllm VLLM=0.31.0
 
