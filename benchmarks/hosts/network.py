@@ -103,6 +103,10 @@ class Network:
         """What to put before a command that is to run on that host."""
         return ["ip", "netns", "exec", self._names[host]]
 
+    def space(self, host: str) -> Path:
+        """The host's namespace, as a file."""
+        return Path("/run/netns") / self._names[host]
+
     def shape(self, host: str, network: str, mbit: float) -> None:
         """Set the port's rate, both ways."""
         self._queue(host, network, "both", "rate", f"{mbit}mbit", "burst", "64kb", "latency", "50ms")

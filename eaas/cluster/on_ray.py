@@ -24,7 +24,6 @@ from typing import Any
 
 from eaas.cluster.config import ClusterConfig
 from eaas.cluster.process import Child, StartFailed
-from p2p.descriptor import Transport
 from p2p.transport import TransportChoice
 from router.access import LOOPBACK
 from router.host import HOST_VARIABLE, PID_VARIABLE
@@ -140,13 +139,13 @@ class RayNodes:
         self._doubted: dict[str, float] = {}
         self._ending = False
         self._here, nodes = ray.get_runtime_context().get_node_id(), self._alive()
-        crosses = TransportChoice.parse(config.transport).transport is Transport.NIXL
+        crosses = TransportChoice.parse(config.transport).crosses_network
         self._stays = config.tls_dir is None or not crosses
         if len(nodes) > 1 and self._stays:
             raise RayUnusable(
                 f"{len(nodes)} nodes found, and between them TLS and --transport nixl are needed; found "
                 f"{'TLS' if config.tls_dir else 'no TLS'} and {config.transport}. Give --tls-dir (`eaas certs` makes "
-                "it) and --transport nixl, or use a Ray cluster of this host alone."
+                "it), --transport nixl and --trust-network, or use a Ray cluster of this host alone."
             )
         self.address = LOOPBACK if self._stays else nodes[self._here]["NodeManagerAddress"]
 

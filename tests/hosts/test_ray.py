@@ -6,7 +6,6 @@ import ctypes
 import importlib.util
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -22,48 +21,34 @@ from typing import Any, TypeVar
 
 import pytest
 
-from eaas.cluster.config import ClusterConfig
+from benchmarks.hosts.network import Network, refusal
 from eaas.ops.credentials import make_certs
-from router.options import options_of
 from tests.eaas.gateway_world import eventually
 
 pytestmark = [
     pytest.mark.alone,
     pytest.mark.full(seconds=60),
     pytest.mark.timeout(900),
-    pytest.mark.skipif(os.geteuid() != 0, reason=f"needs root for namespaces, found uid {os.geteuid()}"),
-    pytest.mark.skipif(shutil.which("ip") is None, reason="needs ip (Debian: iproute2), found none"),
+    pytest.mark.skipif(bool(refusal()), reason=refusal() or "-"),
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs ray (eaas[ray]), found none"),
 ]
 
 ROOT = Path(__file__).resolve().parents[2]
 STREAMS, TOKENS, PORT = 6, 400, 8000
-# The word for unencrypted rows, where there is one.
-TRUST = [f"--{name.replace('_', '-')}" for name in options_of(ClusterConfig) if name == "trust_network"]
 _CLONE_NEWNET = 0x40000000
 T = TypeVar("T")
 
 
-def ip(*words: str) -> str:
-    return subprocess.run(["ip", *words], check=True, capture_output=True, text=True).stdout
-
-
 class Node:
-    """A network namespace with one address, plugged into the namespace that is their switch."""
+    """A host of a network."""
 
-    def __init__(self, number: int, switch: str, folder: Path) -> None:
-        self.name, self.address = f"eaas-{os.getpid()}-{number}", f"10.77.0.{10 + number}"
-        self.folder = folder / str(number)
-        ip("netns", "add", self.name)
-        port = f"port{number}"
-        ip("link", "add", port, "netns", switch, "type", "veth", "peer", "name", "eth0", "netns", self.name)
-        ip("-n", switch, "link", "set", port, "master", "switch", "up")
-        ip("-n", self.name, "link", "set", "lo", "up")
-        ip("-n", self.name, "addr", "add", f"{self.address}/24", "dev", "eth0")
-        ip("-n", self.name, "link", "set", "eth0", "up")
+    def __init__(self, network: Network, host: str, folder: Path) -> None:
+        self.network, self.host = network, host
+        self.address = network.address(host, "eth0")
+        self.folder = folder / host
 
     def command(self, *words: str) -> list[str]:
-        return ["ip", "netns", "exec", self.name, sys.executable, "-m", *words]
+        return [*self.network.inside(self.host), sys.executable, "-m", *words]
 
     def start_ray(self, head: Node) -> None:
         join = ["--head", "--port=6379", "--include-dashboard=false"]
@@ -89,15 +74,15 @@ class Node:
 
     def lose_power(self) -> None:
         """The node says nothing more, not even that its connections have ended."""
-        ip("-n", self.name, "link", "set", "eth0", "down")
+        self.network.unplug(self.host, "eth0")
         self.kill()
 
     def kill(self) -> None:
         """End every process of the node."""
-        while pids := ip("netns", "pids", self.name).split():
+        while pids := self.network.processes(self.host):
             for pid in pids:
                 with suppress(ProcessLookupError):
-                    os.kill(int(pid), signal.SIGKILL)
+                    os.kill(pid, signal.SIGKILL)
             time.sleep(0.05)
 
     def inside(self, act: Callable[[], T]) -> T:
@@ -107,7 +92,7 @@ class Node:
 
         def run() -> None:
             try:
-                with Path(f"/run/netns/{self.name}").open("rb") as space:
+                with self.network.space(self.host).open("rb") as space:
                     libc = ctypes.CDLL(None, use_errno=True)
                     assert libc.setns(space.fileno(), _CLONE_NEWNET) == 0, os.strerror(ctypes.get_errno())
                 found.append(act())
@@ -125,12 +110,9 @@ class Node:
 class World:
     """Three nodes of a Ray cluster, of which the first is the head and has the endpoint; a fourth can join."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, network: Network, folder: Path) -> None:
         self.folder = folder
-        self.switch = f"eaas-{os.getpid()}-switch"
-        ip("netns", "add", self.switch)
-        ip("-n", self.switch, "link", "add", "switch", "up", "type", "bridge")
-        self.nodes = [Node(number, self.switch, folder) for number in range(1, 5)]
+        self.nodes = [Node(network, host, folder) for host in network.hosts]
         self.head = self.nodes[0]
         make_certs(folder / "certs", hosts=["127.0.0.1"])
         self.log = folder / "serve.log"
@@ -153,7 +135,7 @@ class World:
 
     def serve(self) -> subprocess.Popen[str]:
         sizes = ["--experts", "3", "--replicas", "2", "--attention", "2", "--port", str(PORT)]
-        secured = ["--tls-dir", str(self.folder / "certs"), "--transport", "nixl", *TRUST]
+        secured = ["--tls-dir", str(self.folder / "certs"), "--transport", "nixl", "--trust-network"]
         with self.log.open("w") as log:
             serving = self.eaas("serve", "--on", "ray", *sizes, *secured, output=log)
         eventually(lambda: "ready demo" in self.said() or serving.poll() is not None, "ready", 120)
@@ -182,12 +164,6 @@ class World:
             and self.members("attention").total() == 2
             and state["replicas_min"] == 2
         )
-
-    def close(self) -> None:
-        for node in self.nodes:
-            node.kill()
-        for name in (*(node.name for node in self.nodes), self.switch):
-            ip("netns", "del", name)
 
 
 class Streams:
@@ -234,14 +210,14 @@ class Streams:
 @pytest.fixture
 def world() -> Iterator[World]:
     # A short path: names of sockets have 107 bytes.
-    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as folder:
-        world = World(Path(folder))
-        try:
-            for node in world.nodes[:3]:
-                node.start_ray(world.head)
-            yield world
-        finally:
-            world.close()
+    with (
+        tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as folder,
+        Network(["first", "second", "third", "fourth"], ["eth0"]) as network,
+    ):
+        world = World(network, Path(folder))
+        for node in world.nodes[:3]:
+            node.start_ray(world.head)
+        yield world
 
 
 def test_other_nodes_are_refused_without_tls(world: World) -> None:
@@ -298,7 +274,7 @@ def _computing(world: World) -> list[str]:
     """Command lines of processes of the cluster that are left on any node."""
     found: list[str] = []
     for node in world.nodes:
-        for pid in ip("netns", "pids", node.name).split():
+        for pid in node.network.processes(node.host):
             with suppress(OSError):
                 words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
                 found += [node.address] if words[1:3] == [b"-m", b"eaas"] else []
