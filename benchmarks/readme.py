@@ -71,6 +71,9 @@ def latest(folder: Path = RESULTS) -> str:
     parts += eta_table(newest("eta", ("load",), folder))
     parts += recovery_table(newest("recovery", RECOVERY, folder))
     parts += failover_table(newest("failover", FAILOVER, folder))
+    parts += hosts_table(newest("hosts", ("fault",), folder))
+    parts += hosts_transport_table(newest("hosts.transport", ("streams",), folder))
+    parts += router_scale_table(newest("router_scale", ("servers", "workers", "gateways"), folder))
     parts += fault_points_table(newest("fault_points", FAULT_POINTS, folder))
     parts += p2p_tables(newest("p2p", P2P, folder))
     if (folder / "p2p.svg").exists():
@@ -445,6 +448,52 @@ def failover_table(rows: Sequence[Row]) -> list[str]:
         cells = [row["what"], f"{share:g} core" if share else "shared", str(row.get("pairs", "–")), *losses]
         cells += [str(row["faults"]), *silence, *times, ", ".join(str(row[name]) for name in SEEN)]
         lines.append(f"| {' | '.join(cells)} |")
+    return ["\n".join(lines)]
+
+
+def hosts_table(rows: Sequence[Row]) -> list[str]:
+    """What clients saw while hosts and the links between them failed."""
+    if not rows:
+        return []
+    lines = [
+        "Sixteen greedy streams while hosts, or the links between them, fail: five network namespaces on the cores of "
+        f"{machine(rows[0])}, TLS everywhere, nixl over two rails, three etcd. The longest time between two tokens of each "
+        "stream; in brackets without a fault, in the same run.",
+        "",
+        "| what happens | streams | failed | changed | stall p50, ms | p99 | most | whole again, s |",
+        "|---" * 8 + "|",
+    ]
+    for row in sorted(rows, key=lambda row: row["number"]):
+        stall, calm = row["stall_ms"], row["calm_stall_ms"]
+        stalls = " | ".join(f"{stall[p]} ({calm[p]})" for p in ("p50", "p99", "p100"))
+        counts = " | ".join(str(row[name]) for name in ("streams", "failed", "changed"))
+        lines.append(f"| {row['what']} | {counts} | {stalls} | {row['whole_again_s']:.0f} |")
+    return ["\n".join(lines)]
+
+
+def hosts_transport_table(rows: Sequence[Row]) -> list[str]:
+    """What crossing hosts costs."""
+    if not rows:
+        return []
+    lines = [
+        "The demonstration model, one attention worker and two expert servers: in one host over shm, and in two network "
+        f"namespaces over nixl (TCP, two rails), both on the same two cores of {machine(rows[0])}. Packets are of TCP, up "
+        "to 64 KB each, acknowledgements too.",
+        "",
+        "| streams | shm, tokens/s | nixl, tokens/s | nixl / shm | bytes a token, out and back | packets a token, out and back |",
+        "|---" * 6 + "|",
+    ]
+    for row in rows:
+        over, inside = row["nixl"], row["shm"]
+        carried = [
+            f"{over[f'{way}_{what}_per_token']['median']:,.{digits}f}"
+            for what, digits in (("bytes", 0), ("packets", 1))
+            for way in ("tx", "rx")
+        ]
+        lines.append(
+            f"| {row['streams']} | {cell(inside['tokens_per_s'], 0)} | {cell(over['tokens_per_s'], 0)} | "
+            f"{cell(row['nixl_over_shm'], 2)} | {carried[0]} + {carried[1]} | {carried[2]} + {carried[3]} |"
+        )
     return ["\n".join(lines)]
 
 

@@ -77,7 +77,7 @@ def main() -> None:
                 nixl["tokens_per_s"] / shm["tokens_per_s"]
                 for nixl, shm in zip(found["nixl"], found["shm"], strict=True)
             ]
-            record("hosts_transport", {"streams": streams, **result, "nixl_over_shm": spread(ratios)})
+            record("hosts.transport", {"streams": streams, **result, "nixl_over_shm": spread(ratios)})
 
 
 if __name__ == "__main__":

@@ -178,6 +178,10 @@ class RayNodes:
             stops = [owned.actor.stop.remote(str(within_s)) for owned in self._owned.values()]
         if stops:
             self._ray.wait(stops, num_returns=len(stops), timeout=within_s + _ANSWER_S)
+        # A thread that asks Ray for something once it is left ends this process, with status 1.
+        until_s = time.monotonic() + 2 * _ANSWER_S
+        while self._owned and time.monotonic() < until_s:
+            time.sleep(0.01)
         # Without its head Ray waits for it for ever; of a process that is gone it ends all actors.
         atexit.unregister(self._ray.shutdown)
         leave = threading.Thread(target=self._ray.shutdown, daemon=True)
@@ -254,7 +258,8 @@ class RayNodes:
     def _end_lost(self, owned: _Owned) -> None:
         """Have an actor ended that does not answer, and other nodes preferred to its own."""
         self._doubted = self._doubted | {owned.node: time.monotonic()}
-        self._ray.kill(owned.actor)
+        if not self._ending:
+            self._ray.kill(owned.actor)
 
     def _alive(self) -> dict[str, Any]:
         return {node["NodeID"]: node for node in self._ray.nodes() if node["Alive"]}
