@@ -73,7 +73,6 @@ def latest(folder: Path = RESULTS) -> str:
     parts += failover_table(newest("failover", FAILOVER, folder))
     parts += hosts_table(newest("hosts", ("fault",), folder))
     parts += hosts_transport_table(newest("hosts.transport", ("streams",), folder))
-    parts += router_scale_table(newest("router_scale", ("servers", "workers", "gateways"), folder))
     parts += fault_points_table(newest("fault_points", FAULT_POINTS, folder))
     parts += p2p_tables(newest("p2p", P2P, folder))
     if (folder / "p2p.svg").exists():
@@ -457,8 +456,8 @@ def hosts_table(rows: Sequence[Row]) -> list[str]:
         return []
     lines = [
         "Sixteen greedy streams while hosts, or the links between them, fail: five network namespaces on the cores of "
-        f"{machine(rows[0])}, TLS everywhere, nixl over two rails, three etcd. The longest time between two tokens of each "
-        "stream; in brackets without a fault, in the same run.",
+        f"{machine(rows[0])}, TLS everywhere, nixl over two rails, three etcd. The longest time between two tokens of "
+        "each stream; in brackets without a fault, in the same run.",
         "",
         "| what happens | streams | failed | changed | stall p50, ms | p99 | most | whole again, s |",
         "|---" * 8 + "|",
@@ -477,10 +476,10 @@ def hosts_transport_table(rows: Sequence[Row]) -> list[str]:
         return []
     lines = [
         "The demonstration model, one attention worker and two expert servers: in one host over shm, and in two network "
-        f"namespaces over nixl (TCP, two rails), both on the same two cores of {machine(rows[0])}. Packets are of TCP, up "
-        "to 64 KB each, acknowledgements too.",
+        f"namespaces over nixl (TCP, two rails), both on the same two cores of {machine(rows[0])}. Packets are of TCP, "
+        "up to 64 KB each, acknowledgements too.",
         "",
-        "| streams | shm, tokens/s | nixl, tokens/s | nixl / shm | bytes a token, out and back | packets a token, out and back |",
+        "| streams | shm, tokens/s | nixl, tokens/s | nixl / shm | bytes a token, out and back | packets, out and back |",
         "|---" * 6 + "|",
     ]
     for row in rows:
