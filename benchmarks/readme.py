@@ -475,11 +475,11 @@ def hosts_transport_table(rows: Sequence[Row]) -> list[str]:
     if not rows:
         return []
     lines = [
-        "The demonstration model, one attention worker and two expert servers: in one host over shm, and in two network "
-        f"namespaces over nixl (TCP, two rails), both on the same two cores of {machine(rows[0])}. Packets are of TCP, "
+        "The demonstration model, one attention worker and two expert servers: in one host over shm, and in two "
+        f"network namespaces over nixl (TCP, two rails), both on the cores of {machine(rows[0])}. Packets are TCP's, "
         "up to 64 KB each, acknowledgements too.",
         "",
-        "| streams | shm, tokens/s | nixl, tokens/s | nixl / shm | bytes a token, out and back | packets, out and back |",
+        "| streams | shm, tokens/s | nixl, tokens/s | nixl / shm | bytes a token (out + back) | packets |",
         "|---" * 6 + "|",
     ]
     for row in rows:
