@@ -35,7 +35,7 @@ from router.events import Exited, Join, Left, StartProcess, StopProcess, Suspect
 from router.faults import Fault, FaultRefused, FaultTaker, Injection
 from router.heartbeat import Heartbeat
 from router.host import boot_s, host_id, name_thread, process_id
-from router.messages import from_message, launch_of, status_of, to_message
+from router.messages import from_message, launch_of, status_of, to_message, view_of_message
 from router.proto import router_pb2 as pb
 from router.tls import Credentials
 from router.view import EXPERT, STANDS, Identity, PoolSize, Retirement, Status, View
@@ -496,12 +496,20 @@ class RouterClient:
             self._on_fenced(f"{identity.name} is fenced: {reason}")
 
     def _watch(self) -> None:
+        last: View | None = None
         for message in self._connection.stream(self._open_watch):
             if message.HasField("order"):
                 if self._faults:
                     self._obey(self._faults, message.order)
                 continue
-            view = from_message(View, message)
+            last = view = view_of_message(message, last)
+            if view is None:
+                log.warning("view_not_followed since=%d epoch=%d", message.since, message.epoch)
+                with self._lock:
+                    watching = self._watching
+                if watching is not None:
+                    watching.cancel()
+                continue
             # A restarted router may for a moment know less than the one before it published.
             if self._view is not None and view.epoch < self._view.epoch:
                 log.warning("view_ignored epoch=%d newest=%d", view.epoch, self._view.epoch)
@@ -534,6 +542,7 @@ class RouterClient:
             name=identity.name if identity else "",
             incarnation=identity.incarnation if identity else 0,
             takes=to_message(self._faults.takes) if self._faults else None,
+            differences=True,
         )
         stream = self._stub.Watch(request)
         with self._lock:

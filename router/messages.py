@@ -7,7 +7,7 @@ sender may say wrongly, and what is packed, has a function of its own.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import lru_cache
 from itertools import islice
 from typing import Any, Final, TypeVar
@@ -94,6 +94,18 @@ def _read(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _read(each) for key, each in value.items()}
     return tuple(_read(each) for each in value)
+
+
+def view_of_message(message: pb.View, before: View | None) -> View | None:
+    """The View in a message of a stream, which may say only what differs from the one before; None: from another."""
+    view = from_message(View, message)
+    if not message.since:
+        return view
+    if before is None or before.epoch != message.since:
+        return None
+    members = {member.name: member for member in before.members} | {m.name: m for m in view.members}
+    gone = frozenset(message.gone)
+    return replace(view, members=tuple(m for m in members.values() if m.name not in gone))
 
 
 def renewed_of(request: pb.RenewRequest) -> events.Renewed:

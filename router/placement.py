@@ -61,6 +61,11 @@ def place(
     shared = [[0] * len(names) for _ in names]
     totals = [0] * len(names)
     grid: list[_Layer] = []
+    servers = indexes(healthy)
+    together: dict[str, int] = {}
+    for i, name in enumerate(zone):
+        together[name] = together.get(name, 0) | 1 << i
+    beside = [together[name] for name in zone]
     mask = (1 << experts) - 1
     for number in range(layers):
         held = [current.get(name, 0) >> (number * experts) & mask for name in names]
@@ -74,6 +79,8 @@ def place(
             zone=zone,
             shared=shared,
             totals=totals,
+            servers=servers,
+            beside=beside,
         )
         layer.take(held)
         grid.append(layer)
@@ -141,7 +148,8 @@ def _stride(zone: Sequence[str]) -> int:
 
 @dataclass
 class _Layer:
-    """One layer while it is being placed. holders: for each expert, a mask of server indexes.
+    """One layer while it is being placed. servers: indexes of the healthy. beside: for each server, a mask of those
+    in its zone. holders: for each expert, a mask of those that hold it.
 
     shared and totals belong to all layers: how many experts each two servers share, and how many each holds.
     """
@@ -154,6 +162,8 @@ class _Layer:
     zone: list[str]
     shared: list[list[int]]
     totals: list[int]
+    servers: list[int]
+    beside: list[int]
     holders: list[int] = field(default_factory=list[int])
     load: list[int] = field(default_factory=list[int])
 
@@ -191,7 +201,7 @@ class _Layer:
         """
         beyond = sum(max(0, holders.bit_count() - self.copies) for holders in self.holders)
         slack = -(-min(beyond, self.redundant) // max(1, len(self.room)))
-        servers = indexes(self.healthy)
+        servers = self.servers
         groups: dict[int, list[int]] = {}
         for expert, holders in enumerate(self.holders):
             groups.setdefault(holders, []).append(expert)
@@ -221,7 +231,8 @@ class _Layer:
         if len({*self.zone}) < 2 or self.copies < 2:
             return
         for expert in range(self.experts):
-            if self._zones(self.holders[expert]) == 1:
+            holders = self.holders[expert]
+            if holders and not holders & ~self.beside[(holders & -holders).bit_length() - 1]:
                 self._exchange(expert)
 
     def _exchange(self, expert: int) -> None:
@@ -253,17 +264,20 @@ class _Layer:
         return max(0, lost), new, thick, -self.totals[out]
 
     def _add_copy(self, expert: int, copy: int) -> None:
-        absent = indexes(self.healthy & ~self.holders[expert])
-        others = indexes(self.holders[expert])
+        holders = self.holders[expert]
+        absent = [s for s in self.servers if not holders >> s & 1]
         open_ = [s for s in absent if self.load[s] < self.room[s]]
         if open_:
+            others = indexes(holders)
             zones = {self.zone[other] for other in others}
-
-            def key(server: int) -> tuple[bool, int, int, int, int]:
-                known = sum(self.shared[server][other] for other in others)
-                return self.zone[server] in zones, self.load[server], self.totals[server], -known, server
-
-            self._add(expert, min(open_, key=key))
+            # One word of the order after the other: few servers are left for those that take long to say.
+            open_ = [s for s in open_ if self.zone[s] not in zones] or open_
+            for least in (self.load, self.totals):
+                low = min(map(least.__getitem__, open_))
+                open_ = [s for s in open_ if least[s] == low]
+            rows = [self.shared[other] for other in others] or [self.totals]
+            known = rows[0] if len(rows) == 1 else [*map(sum, zip(*rows, strict=True))]
+            self._add(expert, max(open_, key=known.__getitem__))
             return
         tried: set[int] = set()
         for server in absent:

@@ -43,6 +43,7 @@ from router.messages import (
 from router.pools import Counts, pool_size
 from router.proto import router_pb2 as pb
 from router.proto import router_pb2_grpc as rpc
+from router.publication import Publication
 from router.records import view_of
 from router.retiring import retirement, retirements
 from router.state import LAUNCHED_POOLS, Config, State
@@ -223,7 +224,7 @@ class RouterService(rpc.RouterServicer):
         self.turns = 0  # how often the loop has looked at the clock
         self._problem = ""
         self._fault = ""
-        self._view = pb.View()
+        self._published = Publication()
         self._watchers: set[Watcher] = set()
         self.injections = Injections(
             allow_chaos,
@@ -286,7 +287,8 @@ class RouterService(rpc.RouterServicer):
         self._launchers.clear()
         self._state = State()
         self._problem = ""
-        self._show(pb.View())
+        self._published = Publication()
+        self._tell_watchers()
 
     async def follow(self, election: Election, address: str) -> None:
         """Lead whenever this router, reached at `address`, wins the election; until cancelled."""
@@ -374,7 +376,7 @@ class RouterService(rpc.RouterServicer):
         watcher = Watcher(request.incarnation, taken_of(request))
         self._watchers.add(watcher)
         self.injections.attach(request.name, watcher)
-        shown = None
+        published, shown = self._published, 0
         try:
             while self.leads():
                 for order in watcher.take():
@@ -383,9 +385,13 @@ class RouterService(rpc.RouterServicer):
                     watcher.told.set()
                 # Only the newest: a watcher that is slow to read skips what is already past.
                 # A term that has not heard its members has nothing to show.
-                if shown is not self._view and self._view.epoch:
-                    shown = self._view
-                    yield shown
+                if published is not self._published:
+                    # Another term began meanwhile: what it does not know of went unseen.
+                    published, shown = self._published, 0
+                if shown != published.epoch:
+                    view = published.since(shown if request.differences else 0)
+                    shown = view.epoch
+                    yield view
                 await watcher.changed.wait()
         finally:
             self._watchers.discard(watcher)
@@ -538,7 +544,8 @@ class RouterService(rpc.RouterServicer):
     def _carry_out(self, command: events.Command) -> None:
         match command:
             case events.Publish():
-                self._show(to_message(view_of(self._config, self._state)))
+                self._published.publish(self._config, self._state)
+                self._tell_watchers()
             case events.StartProcess() | events.StopProcess():
                 if queue := self._launchers.get(command.host):
                     log.info("ordered %s", command)
@@ -555,8 +562,7 @@ class RouterService(rpc.RouterServicer):
             case events.Joined() | events.Refused():
                 pass
 
-    def _show(self, view: pb.View) -> None:
-        self._view = view
+    def _tell_watchers(self) -> None:
         for watcher in self._watchers:
             watcher.changed.set()
 

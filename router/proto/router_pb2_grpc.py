@@ -130,7 +130,7 @@ class RouterServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Watch(self, request, context):
-        """The present View at once, then the newest View after each change (older ones may be skipped).
+        """The present View at once, then after each change what the newest differs by (older ones may be skipped).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
