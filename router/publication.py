@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from router.messages import to_message
+from router.messages import packed, to_message
 from router.proto import router_pb2 as pb
 from router.records import phase, replace, shown, view_of
 from router.state import Config, MemberRecord, State
@@ -28,7 +28,7 @@ class Publication:
         self._gone: deque[tuple[int, str]] = deque()
         # An epoch from before which some that went are forgotten.
         self._least = 0
-        self._made: dict[int, pb.View] = {}
+        self._made: dict[int, bytes] = {}
 
     @property
     def epoch(self) -> int:
@@ -52,17 +52,21 @@ class Publication:
             if was is not None and was[0] is record and was[1] == said and not reshaped:
                 continue
             self._shown[name] = record, said
-            self._members[name] = state.epoch, to_message(shown(state, record))
+            self._members[name] = state.epoch, packed(shown(state, record))
 
-    def since(self, epoch: int) -> pb.View:
-        """The newest View; of it only what differs from that of `epoch`, which must be one of this term's, or 0."""
+    def since(self, epoch: int) -> bytes:
+        """The newest View; of it only what differs from that of `epoch`, which must be one of this term's, or 0.
+
+        It is written once for all whose streams have shown the same.
+        """
         if epoch < self._least:
             epoch = 0
         if (made := self._made.get(epoch)) is None:
-            made = self._made[epoch] = pb.View()
-            made.CopyFrom(self._head)
-            made.since = epoch
-            made.members.extend(member for changed, member in self._members.values() if changed > epoch)
+            view = pb.View()
+            view.CopyFrom(self._head)
+            view.since = epoch
+            view.members.extend(member for changed, member in self._members.values() if changed > epoch)
             if epoch:
-                made.gone.extend(name for went, name in self._gone if went > epoch)
+                view.gone.extend(name for went, name in self._gone if went > epoch)
+            made = self._made[epoch] = view.SerializeToString()
         return made

@@ -10,7 +10,8 @@ import secrets
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import aclosing
+from contextlib import aclosing, suppress
+from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 import grpc
@@ -116,10 +117,17 @@ class Guard(grpc.aio.ServerInterceptor):
                 except _REFUSALS as error:
                     await _abort(context, error)
 
+            async def each(requests: AsyncIterator[Any], context: Context) -> AsyncIterator[Any]:
+                async for request in requests:
+                    check(request, context)
+                    yield request
+
             async def many(request: Any, context: Context) -> AsyncIterator[Any]:
                 try:
                     check(request, context)
-                    answers = behaviour(request, context)
+                    answers = behaviour(
+                        each(request, context) if handler.request_streaming else request, context
+                    )
                     if inspect.isawaitable(answers):
                         # Health writes its answers itself.
                         await answers
@@ -189,6 +197,8 @@ class ExitWatch:
 
 
 _AGAIN_S = 1.0
+_ALL_LOST_S = 0.02
+_TELL_ONE_S = 20e-6
 # Ticks that fail in a row before the router gives up: it judges nobody meanwhile.
 _MOST_FAILED_TICKS = 100
 
@@ -226,6 +236,8 @@ class RouterService(rpc.RouterServicer):
         self._fault = ""
         self._published = Publication()
         self._watchers: set[Watcher] = set()
+        self._telling: asyncio.TimerHandle | None = None
+        self._lost = asyncio.Event()  # somebody is, since the last tick
         self.injections = Injections(
             allow_chaos,
             lambda: {record.name: record.incarnation for record in self._state.members.values()},
@@ -315,7 +327,11 @@ class RouterService(rpc.RouterServicer):
         failed = 0
         while True:
             self.turns += 1
-            await asyncio.sleep(self._config.tick_s)
+            with suppress(TimeoutError):
+                # Who is lost has not to wait for its replacement as long as that; but of a host, all go at once.
+                await asyncio.wait_for(self._lost.wait(), self._config.tick_s)
+                await asyncio.sleep(_ALL_LOST_S)
+            self._lost.clear()
             if not self.leads():
                 continue
             try:
@@ -356,22 +372,33 @@ class RouterService(rpc.RouterServicer):
         )
         return to_message(identity, salt=self._state.salt)
 
-    async def Renew(self, request: pb.RenewRequest, context: Context) -> pb.RenewReply:
+    async def Renew(
+        self, requests: AsyncIterator[pb.RenewRequest], context: Context
+    ) -> AsyncIterator[pb.RenewReply]:
         del context
+        said = None
+        async for request in requests:
+            # An answer costs as much as three renewals, and nearly all say the same.
+            if (reply := self._renew(request)) != said:
+                said = reply
+                yield reply
+
+    def _renew(self, request: pb.RenewRequest) -> pb.RenewReply:
         if _first(events.UnknownMember, self.apply(renewed_of(request))):
             gone = next((g for g in self._state.gone if g.incarnation == request.incarnation), None)
             reason = gone.reason if gone else ""
-            return pb.RenewReply(fenced=True, drained=reason in ORDERLY, reason=reason)
+            ordered = reason in ORDERLY
+            return pb.RenewReply(incarnation=request.incarnation, fenced=True, drained=ordered, reason=reason)
         name, incarnation = request.name, request.incarnation
         self.apply(events.Acked(name=name, incarnation=incarnation, epoch=request.acked, salt=request.salt))
         if routed := routed_of(request):
             self.apply(routed)
             self.counts.add_rows(self._state, routed)
         if request.totals:
-            self.counts.add_totals(request.name, totals_of(request))
-        return pb.RenewReply(term=self._state.term, epoch=self._state.epoch, salt=self._state.salt)
+            self.counts.add_totals(request.name, partial(totals_of, request))
+        return pb.RenewReply(incarnation=request.incarnation, salt=self._state.salt)
 
-    async def Watch(self, request: pb.WatchRequest, context: Context) -> AsyncIterator[pb.View]:
+    async def Watch(self, request: pb.WatchRequest, context: Context) -> AsyncIterator[pb.View | bytes]:
         del context
         watcher = Watcher(request.incarnation, taken_of(request))
         self._watchers.add(watcher)
@@ -389,8 +416,7 @@ class RouterService(rpc.RouterServicer):
                     # Another term began meanwhile: what it does not know of went unseen.
                     published, shown = self._published, 0
                 if shown != published.epoch:
-                    view = published.since(shown if request.differences else 0)
-                    shown = view.epoch
+                    view, shown = published.since(shown), published.epoch
                     yield view
                 await watcher.changed.wait()
         finally:
@@ -554,6 +580,7 @@ class RouterService(rpc.RouterServicer):
                     # It has just gone, which is not written down yet; the core orders again elsewhere, or later.
                     log.warning("not_ordered %s: the host has no launcher", command)
             case events.Fenced():
+                self._lost.set()
                 log.warning("fenced name=%s reason=%s", command.name, command.reason)
             case events.UnknownMember() | events.Stale():
                 log.info("ignored %s", command)
@@ -563,6 +590,13 @@ class RouterService(rpc.RouterServicer):
                 pass
 
     def _tell_watchers(self) -> None:
+        if self._telling is None:
+            # As long as it takes to tell all: what is published meanwhile is told with it.
+            wait_s = _TELL_ONE_S * len(self._watchers)
+            self._telling = asyncio.get_running_loop().call_later(wait_s, self._tell_now)
+
+    def _tell_now(self) -> None:
+        self._telling = None
         for watcher in self._watchers:
             watcher.changed.set()
 

@@ -70,8 +70,8 @@ class Config:
     # than what lies between the renewal that is due and the verdict, 0.58 s at a lease of 2 s (router.liveness).
     tick_s: float = 0.1
     stall_s: float = 0.25
-    # With more members than this, moves wait for the next tick instead of following each event at once: 600 members take
-    # 15 ms each time, and as many reports may come in a second.
+    # With more members than this, moves wait for the next tick instead of following each event at once: of 600 members
+    # each time takes 15 ms, and as many reports may come in a second.
     most_prompt: int = 64
     # Nobody is fenced on suspicion before a silence of this: two renewals missed.
     least_silence_s: float = 0.5

@@ -99,32 +99,28 @@ class Totals(_message.Message):
     def __init__(self, peer: _Optional[str] = ..., rail: _Optional[str] = ..., counted: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class RenewReply(_message.Message):
-    __slots__ = ("fenced", "term", "epoch", "drained", "reason", "salt")
+    __slots__ = ("fenced", "incarnation", "drained", "reason", "salt")
     FENCED_FIELD_NUMBER: _ClassVar[int]
-    TERM_FIELD_NUMBER: _ClassVar[int]
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
     DRAINED_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     SALT_FIELD_NUMBER: _ClassVar[int]
     fenced: bool
-    term: int
-    epoch: int
+    incarnation: int
     drained: bool
     reason: str
     salt: int
-    def __init__(self, fenced: _Optional[bool] = ..., term: _Optional[int] = ..., epoch: _Optional[int] = ..., drained: _Optional[bool] = ..., reason: _Optional[str] = ..., salt: _Optional[int] = ...) -> None: ...
+    def __init__(self, fenced: _Optional[bool] = ..., incarnation: _Optional[int] = ..., drained: _Optional[bool] = ..., reason: _Optional[str] = ..., salt: _Optional[int] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
-    __slots__ = ("name", "incarnation", "takes", "differences")
+    __slots__ = ("name", "incarnation", "takes")
     NAME_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     TAKES_FIELD_NUMBER: _ClassVar[int]
-    DIFFERENCES_FIELD_NUMBER: _ClassVar[int]
     name: str
     incarnation: int
     takes: FaultsTaken
-    differences: bool
-    def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[int] = ..., takes: _Optional[_Union[FaultsTaken, _Mapping]] = ..., differences: _Optional[bool] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[int] = ..., takes: _Optional[_Union[FaultsTaken, _Mapping]] = ...) -> None: ...
 
 class FaultsTaken(_message.Message):
     __slots__ = ("kinds", "points", "rails")
