@@ -192,7 +192,13 @@ class _Layer:
             for expert in range(self.experts):
                 holders = self.holders[expert]
                 if holders.bit_count() < copy or (copy == 1 and not holders & self.healthy):
-                    self._add_copy(expert, copy)
+                    if not self._add_copy(expert, copy) and self._is_full(copy):
+                        break
+
+    def _is_full(self, copy: int) -> bool:
+        """True if no server has room, nor would if every expert had `copy` copies."""
+        spare = any((holders & self.healthy).bit_count() > copy for holders in self.holders)
+        return not spare and all(self.load[s] >= self.room[s] for s in self.servers)
 
     def even(self) -> None:
         """Move copies from the fullest to the emptiest server until they differ by one at most.
@@ -209,22 +215,29 @@ class _Layer:
             open_ = [s for s in servers if self.load[s] < self.room[s]]
             if not open_:
                 return
-            to = min(open_, key=lambda s: (self.load[s], self.totals[s], s))
-            most = max(self.load[s] for s in servers)
+            to = self._emptiest(open_)[0]
+            most = max(map(self.load.__getitem__, servers))
             if most <= self.load[to] + 1 + slack:
                 return
+            fullest = sum(1 << s for s in servers if self.load[s] == most)
             moves = [
                 (self._strangeness(holders, out, to), out, holders)
-                for out in servers
-                if self.load[out] == most
                 for holders, members in groups.items()
-                if members and holders >> out & 1 and not holders >> to & 1
+                if members and holders & fullest and not holders >> to & 1
+                for out in indexes(holders & fullest)
             ]
             _, out, holders = min(moves)
             expert = groups[holders].pop()
             self._remove(expert, out)
             self._add(expert, to)
             groups.setdefault(self.holders[expert], []).append(expert)
+
+    def _emptiest(self, servers: list[int]) -> list[int]:
+        """Those with the least in this layer, and of these with the least in all."""
+        for least in (self.load, self.totals):
+            low = min(map(least.__getitem__, servers))
+            servers = [s for s in servers if least[s] == low]
+        return servers
 
     def part_zones(self) -> None:
         """Where all copies of an expert lie in one zone, exchange one for another expert's in another zone."""
@@ -263,7 +276,7 @@ class _Layer:
         thick = sum(self.shared[out][other] for other in others)
         return max(0, lost), new, thick, -self.totals[out]
 
-    def _add_copy(self, expert: int, copy: int) -> None:
+    def _add_copy(self, expert: int, copy: int) -> bool:
         holders = self.holders[expert]
         absent = [s for s in self.servers if not holders >> s & 1]
         open_ = [s for s in absent if self.load[s] < self.room[s]]
@@ -272,18 +285,20 @@ class _Layer:
             zones = {self.zone[other] for other in others}
             # One word of the order after the other: few servers are left for those that take long to say.
             open_ = [s for s in open_ if self.zone[s] not in zones] or open_
-            for least in (self.load, self.totals):
-                low = min(map(least.__getitem__, open_))
-                open_ = [s for s in open_ if least[s] == low]
+            open_ = self._emptiest(open_)
             rows = [self.shared[other] for other in others] or [self.totals]
             known = rows[0] if len(rows) == 1 else [*map(sum, zip(*rows, strict=True))]
             self._add(expert, max(open_, key=known.__getitem__))
-            return
+            return True
+        if self._is_full(copy):
+            # To search for a chain of moves where there is none took minutes with 100 of 512 servers.
+            return False
         tried: set[int] = set()
         for server in absent:
             if self._make_room(server, copy, tried):
                 self._add(expert, server)
-                return
+                return True
+        return False
 
     def _make_room(self, server: int, copy: int, tried: set[int]) -> bool:
         """Free one place, by a chain of moves or by dropping a copy of an expert that has more than

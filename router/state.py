@@ -72,7 +72,7 @@ class Config:
     stall_s: float = 0.25
     # With more members than this, moves wait for the next tick instead of following each event at once: of 600 members
     # each time takes 15 ms, and as many reports may come in a second.
-    most_prompt: int = 64
+    most_prompt: int = 16
     # Nobody is fenced on suspicion before a silence of this: two renewals missed.
     least_silence_s: float = 0.5
     # When many fall silent at once the router doubts itself; 5 leases of hearing the others end the doubt.
