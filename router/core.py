@@ -148,7 +148,10 @@ def _decides_nothing(before: State, state: State, event: Event) -> bool:
     if state.members is not before.members or state.suspects is not before.suspects:
         return False
     if isinstance(event, Acked):
-        return state.liveness is before.liveness or not any(r.retiring for r in state.members.values())
+        # Only for the acks of those who ask does anything wait.
+        if state.liveness is before.liveness or state.members[event.name].pool not in ASKING_POOLS:
+            return True
+        return not any(r.retiring for r in state.members.values())
     return isinstance(event, Renewed | Routed | Loaded) and state.silent is before.silent
 
 

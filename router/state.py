@@ -30,6 +30,7 @@ _MAY_BE_0 = frozenset(
         "attention_wanted",
         "most_prompt",
         "form_s",
+        "form_each_s",
         "least_silence_s",
         "redundant",
         "balance_gain",
@@ -61,6 +62,8 @@ class Config:
     # The first placement waits this long for the wanted servers, so that nobody loads what the next joiner
     # takes.
     form_s: float = 3.0
+    # And this much longer for each of them: so long a join takes, with all that others are told of it.
+    form_each_s: float = 0.02
     # A process ordered from a launcher must join within this time.
     start_s: float = 60.0
     # After n failed starts in a row the next waits backoff_s * 2^(n-1), at most backoff_most_s.
