@@ -111,10 +111,11 @@ class StandIn:
                     self.epoch, self.salt = view.epoch, view.salt
                     for gone in view.gone:
                         self.crowd.gone.setdefault(gone, []).append(time.monotonic())
-                    target = targets.get(name, self.target)
-                    if self.pool == EXPERT and target != self.target:
-                        self.target = target
-                        self.crowd.ordered.append(time.monotonic())
+                    target = targets.get(name)
+                    if self.pool == EXPERT and target is not None:
+                        if target != self.target:
+                            self.target = target
+                            self.crowd.ordered.append(time.monotonic())
                         await self.stub.Loaded(
                             pb.LoadedRequest(
                                 name=name,

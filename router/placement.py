@@ -191,9 +191,9 @@ class _Layer:
         for copy in range(1, self.copies + 1):
             for expert in range(self.experts):
                 holders = self.holders[expert]
-                if holders.bit_count() < copy or (copy == 1 and not holders & self.healthy):
-                    if not self._add_copy(expert, copy) and self._is_full(copy):
-                        break
+                wanted = holders.bit_count() < copy or (copy == 1 and not holders & self.healthy)
+                if wanted and not self._add_copy(expert, copy) and self._is_full(copy):
+                    break
 
     def _is_full(self, copy: int) -> bool:
         """True if no server has room, nor would if every expert had `copy` copies."""

@@ -393,7 +393,10 @@ class RouterService(rpc.RouterServicer):
             ordered = reason in ORDERLY
             return pb.RenewReply(incarnation=request.incarnation, fenced=True, drained=ordered, reason=reason)
         name, incarnation = request.name, request.incarnation
-        self.apply(events.Acked(name=name, incarnation=incarnation, epoch=request.acked, salt=request.salt))
+        known = self._state.liveness[name]
+        if request.acked != known.acked or known.journaled:
+            acked = events.Acked(name=name, incarnation=incarnation, epoch=request.acked, salt=request.salt)
+            self.apply(acked)
         if routed := routed_of(request):
             self.apply(routed)
             self.counts.add_rows(self._state, routed)
