@@ -80,6 +80,8 @@ async def serve(
         interceptors=(Guard(service, needs_roles=credentials is not None),),
         options=(
             ("grpc.so_reuseport", 0),
+            # It measures bandwidth for large transfers, with a ping to each of many members that say little.
+            ("grpc.http2.bdp_probe", 0),
             ("grpc.max_concurrent_streams", _MOST_STREAMS),
             # Clients ping every second (router/client.py); the default tolerates one in 5 minutes and hangs up.
             ("grpc.http2.min_ping_interval_without_data_ms", 500),

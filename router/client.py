@@ -4,9 +4,10 @@
     client.join(pool="expert", address="127.0.0.1:7101", model_hash=..., numerics_class=..., layers=8, experts=32)
     client.start(on_view=apply, load=lambda: {"busy": 0.4}, on_fenced=stop)
 
-Two threads keep the lease and watch the View. A router that is away, frozen or restarting changes nothing:
-the last View stays, both threads try again, and the member goes on under the same name and incarnation. Only
-being told that it is fenced ends a membership; `join` then makes the process a new member, under a new name.
+Threads keep the lease, hear what the router says to that and watch the View. A router that is away, frozen or
+restarting changes nothing: the last View stays, all try again, and the member goes on under the same name and
+incarnation. Only being told that it is fenced ends a membership; `join` then makes the process a new member, under a
+new name.
 
 Of several routers one leads. The channel watches the health of them all and sends every call to the one that says
 that it leads, so that a takeover is, to the threads, one more router that was away for a moment.
@@ -16,7 +17,9 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from queue import SimpleQueue
 from typing import Any
 
 import grpc
@@ -35,7 +38,7 @@ from router.events import Exited, Join, Left, StartProcess, StopProcess, Suspect
 from router.faults import Fault, FaultRefused, FaultTaker, Injection
 from router.heartbeat import Heartbeat
 from router.host import boot_s, host_id, name_thread, process_id
-from router.messages import from_message, launch_of, status_of, to_message
+from router.messages import from_message, launch_of, status_of, to_message, view_of_message
 from router.proto import router_pb2 as pb
 from router.tls import Credentials
 from router.view import EXPERT, STANDS, Identity, PoolSize, Retirement, Status, View
@@ -90,6 +93,9 @@ class RouterClient:
         # metrics needs it.
         self._routed: tuple[NDArray[np.uint32], NDArray[np.uint32]] | None = None
         self._totals: tuple[Totals, ...] = ()
+        # Renewals for the stream that carries them, and what the router answered.
+        self._outbox: SimpleQueue[pb.RenewRequest | None] | None = None
+        self._replies: deque[pb.RenewReply] = deque()
         self._watching: grpc.Call | None = None
         self._spoke_s = boot_s()
         self._threads: list[threading.Thread] = []
@@ -229,6 +235,7 @@ class RouterClient:
         self._faults, self._heartbeat = faults, heartbeat
         self._threads = [
             threading.Thread(target=self._keep_lease, name=LEASE_THREAD, daemon=True),
+            threading.Thread(target=self._hear, name="router-replies", daemon=True),
             threading.Thread(target=self._watch, name="router-watch", daemon=True),
         ]
         for thread in self._threads:
@@ -391,6 +398,10 @@ class RouterClient:
                 self._wake.clear()
                 continue
             self._wake.clear()
+            while self._replies:
+                self._take_reply(identity, self._replies.popleft())
+            if self._fenced or self._identity is not identity:
+                continue
             began_s = boot_s()
             try:
                 # The lease first: a router that cannot write its journal refuses the report, not the renewal.
@@ -402,7 +413,10 @@ class RouterClient:
                     return
                 if error.code() not in AWAY:
                     log.warning(
-                        "renew_failed name=%s code=%s detail=%s", identity.name, error.code(), error.details()
+                        "report_failed name=%s code=%s detail=%s",
+                        identity.name,
+                        error.code(),
+                        error.details(),
                     )
                 wait_s = min(identity.renew_s, RETRY_MOST_S)
             except ValueError:  # what grpc raises over a channel that was closed meanwhile
@@ -417,6 +431,9 @@ class RouterClient:
     def _renew(self, identity: Identity) -> None:
         # Before the rest is taken: whoever is asked for its load may count something more.
         load = self._present_load()
+        outbox = self._outbox
+        if outbox is None or not outbox.empty():
+            return  # There is no stream, or it takes nothing now; what is left of the lease is for another.
         with self._lock:
             acked, seen = self._acked, self._view.epoch if self._view is not None else 0
             salt = next((salt for first, salt in reversed(self._salts) if first <= acked), 0)
@@ -433,7 +450,11 @@ class RouterClient:
         )
         if routed is not None:
             request.rows, request.activated = (part.astype("<u4").tobytes() for part in routed)
-        reply = self._stub.Renew(request, timeout=identity.lease_s / 2)
+        outbox.put(request)
+
+    def _take_reply(self, identity: Identity, reply: pb.RenewReply) -> None:
+        if reply.incarnation != identity.incarnation:
+            return
         if reply.fenced:
             self._fence(
                 identity, reply.drained, reply.reason or "its lease ended or its process was reported dead"
@@ -443,6 +464,21 @@ class RouterClient:
             if self._pool == EXPERT and reply.salt != self._told_salt and self._identity is identity:
                 # A new term: it must hear what is held here, whatever its journal says.
                 self._loaded = (identity, *self._held, reply.salt)
+
+    def _hear(self) -> None:
+        for reply in self._connection.stream(self._open_renewals):
+            self._replies.append(reply)
+            self._wake.set()
+
+    def _open_renewals(self) -> Any:
+        outbox: SimpleQueue[pb.RenewRequest | None] = SimpleQueue()
+        # gRPC takes what is to be sent on a thread of its own, which must not outlive the stream.
+        stream = self._stub.Renew(iter(outbox.get, None))
+        if not stream.add_callback(lambda: outbox.put(None)):
+            outbox.put(None)
+        self._outbox = outbox
+        self._wake.set()
+        return stream
 
     def renew_now(self) -> None:
         """Have the next renewal sent at once. Does not block."""
@@ -496,12 +532,20 @@ class RouterClient:
             self._on_fenced(f"{identity.name} is fenced: {reason}")
 
     def _watch(self) -> None:
+        last: View | None = None
         for message in self._connection.stream(self._open_watch):
             if message.HasField("order"):
                 if self._faults:
                     self._obey(self._faults, message.order)
                 continue
-            view = from_message(View, message)
+            last = view = view_of_message(message, last)
+            if view is None:
+                log.warning("view_not_followed since=%d epoch=%d", message.since, message.epoch)
+                with self._lock:
+                    watching = self._watching
+                if watching is not None:
+                    watching.cancel()
+                continue
             # A restarted router may for a moment know less than the one before it published.
             if self._view is not None and view.epoch < self._view.epoch:
                 log.warning("view_ignored epoch=%d newest=%d", view.epoch, self._view.epoch)

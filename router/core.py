@@ -15,6 +15,7 @@ from router.events import (
     Command,
     Event,
     Exited,
+    Fenced,
     Join,
     Joined,
     LauncherAttached,
@@ -40,7 +41,6 @@ from router.records import fence, is_member, pool, replace, with_liveness, with_
 from router.state import (
     COUNT_BITS,
     LAUNCHED_POOLS,
-    MOST_MEMBERS,
     NAMED_POOLS,
     Config,
     Liveness,
@@ -84,7 +84,13 @@ def step(config: Config, state: State, event: Event, now_s: float) -> tuple[Stat
         return state, commands
     state = lifecycle.take_back_drains(config, state)
     if not state.settled or _is_stirred(before, state, event) or (ticked and state.stuck):
-        state = moves.follow(config, state, commands)
+        # Where there are many members, placing takes so long that one tick does it for all that happened before; and
+        # who is lost is said first.
+        waits = not ticked or any(isinstance(command, Fenced) for command in commands)
+        if waits and not begins and len(state.members) > config.most_prompt:
+            state = replace(state, settled=False)
+        else:
+            state = moves.follow(config, state, commands)
     state = lifecycle.order_starts(config, state, commands)
     if begins or _shows_another(before, state):
         state = replace(state, epoch=state.epoch + 1)
@@ -142,7 +148,10 @@ def _decides_nothing(before: State, state: State, event: Event) -> bool:
     if state.members is not before.members or state.suspects is not before.suspects:
         return False
     if isinstance(event, Acked):
-        return state.liveness is before.liveness or not any(r.retiring for r in state.members.values())
+        # Only for the acks of those who ask does anything wait.
+        if state.liveness is before.liveness or state.members[event.name].pool not in ASKING_POOLS:
+            return True
+        return not any(r.retiring for r in state.members.values())
     return isinstance(event, Renewed | Routed | Loaded) and state.silent is before.silent
 
 
@@ -182,7 +191,7 @@ def _shows_another(before: State, state: State) -> bool:
 
 def _join(config: Config, state: State, event: Join, commands: list[Command]) -> State:
     forgotten = _forget_model(state, event)
-    refusal = _refusal(forgotten, event)
+    refusal = _refusal(config, forgotten, event)
     if refusal:
         commands.append(Refused(message=refusal))
         return state
@@ -251,7 +260,7 @@ def _forget_model(state: State, event: Join) -> State:
     return replace(state, model=Model(), routed=None, seen=())
 
 
-def _refusal(state: State, event: Join) -> str:
+def _refusal(config: Config, state: State, event: Join) -> str:
     if event.pool not in NAMED_POOLS:
         return f"pool {event.pool[:_LONGEST]!r} is unknown; join one of {', '.join(NAMED_POOLS)}"
     if event.protocol != PROTOCOL:
@@ -286,9 +295,9 @@ def _refusal(state: State, event: Join) -> str:
         )
     if event.pool == EXPERT:
         others = [r for r in pool(state, EXPERT) if (r.host, r.pid) != (event.host, event.pid)]
-        if len(others) >= MOST_MEMBERS:
+        if len(others) >= config.most_servers:
             return (
-                f"{len(others)} expert servers found, room for {MOST_MEMBERS}: attention workers name no more. "
+                f"{len(others)} expert servers found, room for {config.most_servers}: attention workers name no more. "
                 f"End one of them first, or serve with fewer that have more memory."
             )
     # What clients say of themselves binds no other: each is held to the servers that it asks.

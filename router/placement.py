@@ -61,6 +61,11 @@ def place(
     shared = [[0] * len(names) for _ in names]
     totals = [0] * len(names)
     grid: list[_Layer] = []
+    servers = indexes(healthy)
+    together: dict[str, int] = {}
+    for i, name in enumerate(zone):
+        together[name] = together.get(name, 0) | 1 << i
+    beside = [together[name] for name in zone]
     mask = (1 << experts) - 1
     for number in range(layers):
         held = [current.get(name, 0) >> (number * experts) & mask for name in names]
@@ -74,6 +79,8 @@ def place(
             zone=zone,
             shared=shared,
             totals=totals,
+            servers=servers,
+            beside=beside,
         )
         layer.take(held)
         grid.append(layer)
@@ -141,7 +148,8 @@ def _stride(zone: Sequence[str]) -> int:
 
 @dataclass
 class _Layer:
-    """One layer while it is being placed. holders: for each expert, a mask of server indexes.
+    """One layer while it is being placed. servers: indexes of the healthy. beside: for each server, a mask of those
+    in its zone. holders: for each expert, a mask of those that hold it.
 
     shared and totals belong to all layers: how many experts each two servers share, and how many each holds.
     """
@@ -154,6 +162,8 @@ class _Layer:
     zone: list[str]
     shared: list[list[int]]
     totals: list[int]
+    servers: list[int]
+    beside: list[int]
     holders: list[int] = field(default_factory=list[int])
     load: list[int] = field(default_factory=list[int])
 
@@ -181,8 +191,14 @@ class _Layer:
         for copy in range(1, self.copies + 1):
             for expert in range(self.experts):
                 holders = self.holders[expert]
-                if holders.bit_count() < copy or (copy == 1 and not holders & self.healthy):
-                    self._add_copy(expert, copy)
+                wanted = holders.bit_count() < copy or (copy == 1 and not holders & self.healthy)
+                if wanted and not self._add_copy(expert, copy) and self._is_full(copy):
+                    break
+
+    def _is_full(self, copy: int) -> bool:
+        """True if no server has room, nor would if every expert had `copy` copies."""
+        spare = any((holders & self.healthy).bit_count() > copy for holders in self.holders)
+        return not spare and all(self.load[s] >= self.room[s] for s in self.servers)
 
     def even(self) -> None:
         """Move copies from the fullest to the emptiest server until they differ by one at most.
@@ -191,7 +207,7 @@ class _Layer:
         """
         beyond = sum(max(0, holders.bit_count() - self.copies) for holders in self.holders)
         slack = -(-min(beyond, self.redundant) // max(1, len(self.room)))
-        servers = indexes(self.healthy)
+        servers = self.servers
         groups: dict[int, list[int]] = {}
         for expert, holders in enumerate(self.holders):
             groups.setdefault(holders, []).append(expert)
@@ -199,16 +215,16 @@ class _Layer:
             open_ = [s for s in servers if self.load[s] < self.room[s]]
             if not open_:
                 return
-            to = min(open_, key=lambda s: (self.load[s], self.totals[s], s))
-            most = max(self.load[s] for s in servers)
+            to = self._emptiest(open_)[0]
+            most = max(map(self.load.__getitem__, servers))
             if most <= self.load[to] + 1 + slack:
                 return
+            fullest = sum(1 << s for s in servers if self.load[s] == most)
             moves = [
                 (self._strangeness(holders, out, to), out, holders)
-                for out in servers
-                if self.load[out] == most
                 for holders, members in groups.items()
-                if members and holders >> out & 1 and not holders >> to & 1
+                if members and holders & fullest and not holders >> to & 1
+                for out in indexes(holders & fullest)
             ]
             _, out, holders = min(moves)
             expert = groups[holders].pop()
@@ -216,12 +232,20 @@ class _Layer:
             self._add(expert, to)
             groups.setdefault(self.holders[expert], []).append(expert)
 
+    def _emptiest(self, servers: list[int]) -> list[int]:
+        """Those with the least in this layer, and of these with the least in all."""
+        for least in (self.load, self.totals):
+            low = min(map(least.__getitem__, servers))
+            servers = [s for s in servers if least[s] == low]
+        return servers
+
     def part_zones(self) -> None:
         """Where all copies of an expert lie in one zone, exchange one for another expert's in another zone."""
         if len({*self.zone}) < 2 or self.copies < 2:
             return
         for expert in range(self.experts):
-            if self._zones(self.holders[expert]) == 1:
+            holders = self.holders[expert]
+            if holders and not holders & ~self.beside[(holders & -holders).bit_length() - 1]:
                 self._exchange(expert)
 
     def _exchange(self, expert: int) -> None:
@@ -252,24 +276,29 @@ class _Layer:
         thick = sum(self.shared[out][other] for other in others)
         return max(0, lost), new, thick, -self.totals[out]
 
-    def _add_copy(self, expert: int, copy: int) -> None:
-        absent = indexes(self.healthy & ~self.holders[expert])
-        others = indexes(self.holders[expert])
+    def _add_copy(self, expert: int, copy: int) -> bool:
+        holders = self.holders[expert]
+        absent = [s for s in self.servers if not holders >> s & 1]
         open_ = [s for s in absent if self.load[s] < self.room[s]]
         if open_:
+            others = indexes(holders)
             zones = {self.zone[other] for other in others}
-
-            def key(server: int) -> tuple[bool, int, int, int, int]:
-                known = sum(self.shared[server][other] for other in others)
-                return self.zone[server] in zones, self.load[server], self.totals[server], -known, server
-
-            self._add(expert, min(open_, key=key))
-            return
+            # One word of the order after the other: few servers are left for those that take long to say.
+            open_ = [s for s in open_ if self.zone[s] not in zones] or open_
+            open_ = self._emptiest(open_)
+            rows = [self.shared[other] for other in others] or [self.totals]
+            known = rows[0] if len(rows) == 1 else [*map(sum, zip(*rows, strict=True))]
+            self._add(expert, max(open_, key=known.__getitem__))
+            return True
+        if self._is_full(copy):
+            # To search for a chain of moves where there is none took minutes with 100 of 512 servers.
+            return False
         tried: set[int] = set()
         for server in absent:
             if self._make_room(server, copy, tried):
                 self._add(expert, server)
-                return
+                return True
+        return False
 
     def _make_room(self, server: int, copy: int, tried: set[int]) -> bool:
         """Free one place, by a chain of moves or by dropping a copy of an expert that has more than

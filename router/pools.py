@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -163,8 +163,7 @@ class Counts:
         self.evictions: Counter[tuple[str, str]] = Counter()
         # Copies of experts that servers loaded, gave up, and loaded while they served already.
         self.loaded = self.unloaded = self.migrated = 0
-        # What members that are there count themselves.
-        self.totals: dict[str, tuple[Totals, ...]] = {}
+        self._said: dict[str, Callable[[], tuple[Totals, ...]]] = {}
         self.failed_ticks = 0
         # By (layer, expert) in the order of bitmaps; empty before any.
         self.rows: NDArray[np.uint64] = np.zeros(0, np.uint64)
@@ -184,7 +183,7 @@ class Counts:
                 self.evictions.update(
                     (pool, why) for words, why in EVICTIONS.items() if command.reason.startswith(words)
                 )
-                self.totals.pop(command.name, None)
+                self._said.pop(command.name, None)
             elif isinstance(command, StartProcess):
                 self.launches[command.pool] += 1
 
@@ -200,9 +199,14 @@ class Counts:
             held, holds = former.loaded | former.retiring, record.loaded | record.retiring
             self.unloaded += (held & ~holds).bit_count()
 
-    def add_totals(self, name: str, totals: tuple[Totals, ...]) -> None:
-        """Take what a member has counted; the newest is all that counts."""
-        self.totals[name] = totals
+    def add_totals(self, name: str, totals: Callable[[], tuple[Totals, ...]]) -> None:
+        """Take what a member has counted, to be read when somebody asks; the newest is all that counts."""
+        self._said[name] = totals
+
+    @property
+    def totals(self) -> dict[str, tuple[Totals, ...]]:
+        """What members that are there count themselves, by name."""
+        return {name: totals() for name, totals in self._said.items()}
 
     def add_rows(self, state: State, routed: Routed) -> None:
         """Count rows that an attention worker sent to each expert."""

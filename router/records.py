@@ -150,23 +150,26 @@ def view_of(config: Config, state: State) -> View:
         experts=experts,
         model_hash=state.model.hash,
         salt=state.salt,
-        members=tuple(
-            Member(
-                name=record.name,
-                pool=record.pool,
-                state=phase(state, record),
-                incarnation=record.incarnation,
-                address=record.address,
-                pid=record.pid,
-                host=record.host,
-                core=record.core,
-                numerics_class=record.numerics_class,
-                target=bitmap.to_bytes(record.target, layers, experts),
-                serving=bitmap.to_bytes(record.serving, layers, experts),
-                load=state.liveness[name].load,
-            )
-            for name, record in state.members.items()
-        ),
+        members=tuple(shown(state, record) for record in state.members.values()),
+    )
+
+
+def shown(state: State, record: MemberRecord) -> Member:
+    """What everyone may see of a member."""
+    layers, experts = state.model.layers, state.model.experts
+    return Member(
+        name=record.name,
+        pool=record.pool,
+        state=phase(state, record),
+        incarnation=record.incarnation,
+        address=record.address,
+        pid=record.pid,
+        host=record.host,
+        core=record.core,
+        numerics_class=record.numerics_class,
+        target=bitmap.to_bytes(record.target, layers, experts),
+        serving=bitmap.to_bytes(record.serving, layers, experts),
+        load=state.liveness[record.name].load,
     )
 
 

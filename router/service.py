@@ -10,7 +10,8 @@ import secrets
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import aclosing
+from contextlib import aclosing, suppress
+from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 import grpc
@@ -43,6 +44,7 @@ from router.messages import (
 from router.pools import Counts, pool_size
 from router.proto import router_pb2 as pb
 from router.proto import router_pb2_grpc as rpc
+from router.publication import Publication
 from router.records import view_of
 from router.retiring import retirement, retirements
 from router.state import LAUNCHED_POOLS, Config, State
@@ -115,10 +117,17 @@ class Guard(grpc.aio.ServerInterceptor):
                 except _REFUSALS as error:
                     await _abort(context, error)
 
+            async def each(requests: AsyncIterator[Any], context: Context) -> AsyncIterator[Any]:
+                async for request in requests:
+                    check(request, context)
+                    yield request
+
             async def many(request: Any, context: Context) -> AsyncIterator[Any]:
                 try:
                     check(request, context)
-                    answers = behaviour(request, context)
+                    answers = behaviour(
+                        each(request, context) if handler.request_streaming else request, context
+                    )
                     if inspect.isawaitable(answers):
                         # Health writes its answers itself.
                         await answers
@@ -188,6 +197,10 @@ class ExitWatch:
 
 
 _AGAIN_S = 1.0
+_ALL_LOST_S = 0.02
+# Told of a change at once, each watcher takes 100 us: half of the time is left for the rest, and what comes within a
+# fraction of it is told together.
+_TELL_ONE_S, _GATHER_ONE_S = 200e-6, 40e-6
 # Ticks that fail in a row before the router gives up: it judges nobody meanwhile.
 _MOST_FAILED_TICKS = 100
 
@@ -223,8 +236,11 @@ class RouterService(rpc.RouterServicer):
         self.turns = 0  # how often the loop has looked at the clock
         self._problem = ""
         self._fault = ""
-        self._view = pb.View()
+        self._published = Publication()
         self._watchers: set[Watcher] = set()
+        self._telling: asyncio.TimerHandle | None = None
+        self._told_s = 0.0
+        self._lost = asyncio.Event()  # somebody is, since the last tick
         self.injections = Injections(
             allow_chaos,
             lambda: {record.name: record.incarnation for record in self._state.members.values()},
@@ -286,7 +302,8 @@ class RouterService(rpc.RouterServicer):
         self._launchers.clear()
         self._state = State()
         self._problem = ""
-        self._show(pb.View())
+        self._published = Publication()
+        self._tell_watchers()
 
     async def follow(self, election: Election, address: str) -> None:
         """Lead whenever this router, reached at `address`, wins the election; until cancelled."""
@@ -313,7 +330,11 @@ class RouterService(rpc.RouterServicer):
         failed = 0
         while True:
             self.turns += 1
-            await asyncio.sleep(self._config.tick_s)
+            with suppress(TimeoutError):
+                # Who is lost has not to wait for its replacement as long as that; but of a host, all go at once.
+                await asyncio.wait_for(self._lost.wait(), self._config.tick_s)
+                await asyncio.sleep(_ALL_LOST_S)
+            self._lost.clear()
             if not self.leads():
                 continue
             try:
@@ -354,27 +375,41 @@ class RouterService(rpc.RouterServicer):
         )
         return to_message(identity, salt=self._state.salt)
 
-    async def Renew(self, request: pb.RenewRequest, context: Context) -> pb.RenewReply:
+    async def Renew(
+        self, requests: AsyncIterator[pb.RenewRequest], context: Context
+    ) -> AsyncIterator[pb.RenewReply]:
         del context
+        said = None
+        async for request in requests:
+            # An answer costs as much as three renewals, and nearly all say the same.
+            if (reply := self._renew(request)) != said:
+                said = reply
+                yield reply
+
+    def _renew(self, request: pb.RenewRequest) -> pb.RenewReply:
         if _first(events.UnknownMember, self.apply(renewed_of(request))):
             gone = next((g for g in self._state.gone if g.incarnation == request.incarnation), None)
             reason = gone.reason if gone else ""
-            return pb.RenewReply(fenced=True, drained=reason in ORDERLY, reason=reason)
+            ordered = reason in ORDERLY
+            return pb.RenewReply(incarnation=request.incarnation, fenced=True, drained=ordered, reason=reason)
         name, incarnation = request.name, request.incarnation
-        self.apply(events.Acked(name=name, incarnation=incarnation, epoch=request.acked, salt=request.salt))
+        known = self._state.liveness[name]
+        if request.acked != known.acked or known.journaled:
+            acked = events.Acked(name=name, incarnation=incarnation, epoch=request.acked, salt=request.salt)
+            self.apply(acked)
         if routed := routed_of(request):
             self.apply(routed)
             self.counts.add_rows(self._state, routed)
         if request.totals:
-            self.counts.add_totals(request.name, totals_of(request))
-        return pb.RenewReply(term=self._state.term, epoch=self._state.epoch, salt=self._state.salt)
+            self.counts.add_totals(request.name, partial(totals_of, request))
+        return pb.RenewReply(incarnation=request.incarnation, salt=self._state.salt)
 
-    async def Watch(self, request: pb.WatchRequest, context: Context) -> AsyncIterator[pb.View]:
+    async def Watch(self, request: pb.WatchRequest, context: Context) -> AsyncIterator[pb.View | bytes]:
         del context
         watcher = Watcher(request.incarnation, taken_of(request))
         self._watchers.add(watcher)
         self.injections.attach(request.name, watcher)
-        shown = None
+        published, shown = self._published, 0
         try:
             while self.leads():
                 for order in watcher.take():
@@ -383,9 +418,12 @@ class RouterService(rpc.RouterServicer):
                     watcher.told.set()
                 # Only the newest: a watcher that is slow to read skips what is already past.
                 # A term that has not heard its members has nothing to show.
-                if shown is not self._view and self._view.epoch:
-                    shown = self._view
-                    yield shown
+                if published is not self._published:
+                    # Another term began meanwhile: what it does not know of went unseen.
+                    published, shown = self._published, 0
+                if shown != published.epoch:
+                    view, shown = published.since(shown), published.epoch
+                    yield view
                 await watcher.changed.wait()
         finally:
             self._watchers.discard(watcher)
@@ -538,7 +576,8 @@ class RouterService(rpc.RouterServicer):
     def _carry_out(self, command: events.Command) -> None:
         match command:
             case events.Publish():
-                self._show(to_message(view_of(self._config, self._state)))
+                self._published.publish(self._config, self._state)
+                self._tell_watchers()
             case events.StartProcess() | events.StopProcess():
                 if queue := self._launchers.get(command.host):
                     log.info("ordered %s", command)
@@ -547,6 +586,7 @@ class RouterService(rpc.RouterServicer):
                     # It has just gone, which is not written down yet; the core orders again elsewhere, or later.
                     log.warning("not_ordered %s: the host has no launcher", command)
             case events.Fenced():
+                self._lost.set()
                 log.warning("fenced name=%s reason=%s", command.name, command.reason)
             case events.UnknownMember() | events.Stale():
                 log.info("ignored %s", command)
@@ -555,8 +595,14 @@ class RouterService(rpc.RouterServicer):
             case events.Joined() | events.Refused():
                 pass
 
-    def _show(self, view: pb.View) -> None:
-        self._view = view
+    def _tell_watchers(self) -> None:
+        if self._telling is None:
+            loop, count = asyncio.get_running_loop(), len(self._watchers)
+            due_s = max(loop.time() + _GATHER_ONE_S * count, self._told_s + _TELL_ONE_S * count)
+            self._telling = loop.call_at(due_s, self._tell_now)
+
+    def _tell_now(self) -> None:
+        self._telling, self._told_s = None, asyncio.get_running_loop().time()
         for watcher in self._watchers:
             watcher.changed.set()
 

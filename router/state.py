@@ -22,16 +22,15 @@ MOST_MEMBERS = 64
 COUNT_BITS = 40
 LAUNCHED_POOLS = (EXPERT, ATTENTION)
 NAMED_POOLS = (EXPERT, ATTENTION, GATEWAY, CLIENT)
-# The replacement of an expert server that drains must fit beside it, or the pool could never let the old one go.
-_MOST_WANTED = {EXPERT: MOST_MEMBERS - 1}
-
 
 # Settings of which 0 makes sense.
 _MAY_BE_0 = frozenset(
     [
         "experts_wanted",
         "attention_wanted",
+        "most_prompt",
         "form_s",
+        "form_each_s",
         "least_silence_s",
         "redundant",
         "balance_gain",
@@ -58,9 +57,13 @@ class Config:
     least: Mapping[str, int] = field(default_factory=dict[str, int])
     most: Mapping[str, int] = field(default_factory=dict[str, int])
     lease_s: float = 2.0
+    # Expert servers of a pool, and no more: what clients can name.
+    most_servers: int = MOST_MEMBERS
     # The first placement waits this long for the wanted servers, so that nobody loads what the next joiner
     # takes.
     form_s: float = 3.0
+    # And this much longer for each of them: so long a join takes, with all that others are told of it.
+    form_each_s: float = 0.02
     # A process ordered from a launcher must join within this time.
     start_s: float = 60.0
     # After n failed starts in a row the next waits backoff_s * 2^(n-1), at most backoff_most_s.
@@ -70,6 +73,9 @@ class Config:
     # than what lies between the renewal that is due and the verdict, 0.58 s at a lease of 2 s (router.liveness).
     tick_s: float = 0.1
     stall_s: float = 0.25
+    # With more members than this, moves wait for the next tick instead of following each event at once: of 600 members
+    # each time takes 15 ms, and as many reports may come in a second.
+    most_prompt: int = 16
     # Nobody is fenced on suspicion before a silence of this: two renewals missed.
     least_silence_s: float = 0.5
     # When many fall silent at once the router doubts itself; 5 leases of hearing the others end the doubt.
@@ -117,7 +123,7 @@ class Config:
                 )
         for name in LAUNCHED_POOLS:
             least, most = self.bounds(name)
-            bound = _MOST_WANTED.get(name, MOST_MEMBERS)
+            bound = self._most_wanted(name)
             if not 0 <= least <= self.wanted(name) <= most <= bound:
                 raise ConfigInvalid(
                     f"{self.wanted(name)} members wanted in pool {name!r}, between {least} and {most}: give 0 <= least "
@@ -133,7 +139,11 @@ class Config:
 
     def bounds(self, pool: str) -> tuple[int, int]:
         """Least and most members that may be wanted of a pool."""
-        return self.least.get(pool, 0), self.most.get(pool, _MOST_WANTED.get(pool, MOST_MEMBERS))
+        return self.least.get(pool, 0), self.most.get(pool, self._most_wanted(pool))
+
+    def _most_wanted(self, pool: str) -> int:
+        # The replacement of an expert server that drains must fit beside it, or the pool could never let it go.
+        return self.most_servers - 1 if pool == EXPERT else MOST_MEMBERS
 
     def wanted(self, pool: str) -> int:
         """Size wanted of a pool at first; 0 for one whose processes the router does not order."""

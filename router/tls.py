@@ -223,7 +223,10 @@ def guarded(handler: Any, guard: Callable[[Any], Any]) -> grpc.RpcMethodHandler:
     return getattr(grpc, f"{name}_rpc_method_handler")(
         guard(getattr(handler, name)),
         request_deserializer=handler.request_deserializer,
-        response_serializer=handler.response_serializer,
+        # What many are told is written once.
+        response_serializer=lambda answer: (
+            answer if isinstance(answer, bytes) else handler.response_serializer(answer)
+        ),
     )
 
 

@@ -26,7 +26,7 @@ ASKING_POOLS = (ATTENTION, CLIENT)
 POOLS = (EXPERT, ATTENTION, GATEWAY)
 
 # Of the calls between a member and the router; who says another is refused.
-PROTOCOL = 1
+PROTOCOL = 2
 
 JOINING = "joining"
 WARMING = "warming"

@@ -99,20 +99,18 @@ class Totals(_message.Message):
     def __init__(self, peer: _Optional[str] = ..., rail: _Optional[str] = ..., counted: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class RenewReply(_message.Message):
-    __slots__ = ("fenced", "term", "epoch", "drained", "reason", "salt")
+    __slots__ = ("fenced", "incarnation", "drained", "reason", "salt")
     FENCED_FIELD_NUMBER: _ClassVar[int]
-    TERM_FIELD_NUMBER: _ClassVar[int]
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
     DRAINED_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     SALT_FIELD_NUMBER: _ClassVar[int]
     fenced: bool
-    term: int
-    epoch: int
+    incarnation: int
     drained: bool
     reason: str
     salt: int
-    def __init__(self, fenced: _Optional[bool] = ..., term: _Optional[int] = ..., epoch: _Optional[int] = ..., drained: _Optional[bool] = ..., reason: _Optional[str] = ..., salt: _Optional[int] = ...) -> None: ...
+    def __init__(self, fenced: _Optional[bool] = ..., incarnation: _Optional[int] = ..., drained: _Optional[bool] = ..., reason: _Optional[str] = ..., salt: _Optional[int] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
     __slots__ = ("name", "incarnation", "takes")
@@ -135,7 +133,7 @@ class FaultsTaken(_message.Message):
     def __init__(self, kinds: _Optional[_Iterable[str]] = ..., points: _Optional[_Iterable[str]] = ..., rails: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class View(_message.Message):
-    __slots__ = ("term", "epoch", "replicas_wanted", "layers", "experts", "model_hash", "members", "order", "salt")
+    __slots__ = ("term", "epoch", "replicas_wanted", "layers", "experts", "model_hash", "members", "order", "salt", "since", "gone")
     TERM_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     REPLICAS_WANTED_FIELD_NUMBER: _ClassVar[int]
@@ -145,6 +143,8 @@ class View(_message.Message):
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
     ORDER_FIELD_NUMBER: _ClassVar[int]
     SALT_FIELD_NUMBER: _ClassVar[int]
+    SINCE_FIELD_NUMBER: _ClassVar[int]
+    GONE_FIELD_NUMBER: _ClassVar[int]
     term: int
     epoch: int
     replicas_wanted: int
@@ -154,7 +154,9 @@ class View(_message.Message):
     members: _containers.RepeatedCompositeFieldContainer[Member]
     order: FaultOrder
     salt: int
-    def __init__(self, term: _Optional[int] = ..., epoch: _Optional[int] = ..., replicas_wanted: _Optional[int] = ..., layers: _Optional[int] = ..., experts: _Optional[int] = ..., model_hash: _Optional[str] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., order: _Optional[_Union[FaultOrder, _Mapping]] = ..., salt: _Optional[int] = ...) -> None: ...
+    since: int
+    gone: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, term: _Optional[int] = ..., epoch: _Optional[int] = ..., replicas_wanted: _Optional[int] = ..., layers: _Optional[int] = ..., experts: _Optional[int] = ..., model_hash: _Optional[str] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., order: _Optional[_Union[FaultOrder, _Mapping]] = ..., salt: _Optional[int] = ..., since: _Optional[int] = ..., gone: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class FaultOrder(_message.Message):
     __slots__ = ("begin", "end")

@@ -42,7 +42,7 @@ class RouterStub:
                 request_serializer=router_dot_proto_dot_router__pb2.JoinRequest.SerializeToString,
                 response_deserializer=router_dot_proto_dot_router__pb2.JoinReply.FromString,
                 _registered_method=True)
-        self.Renew = channel.unary_unary(
+        self.Renew = channel.stream_stream(
                 '/router.v1.Router/Renew',
                 request_serializer=router_dot_proto_dot_router__pb2.RenewRequest.SerializeToString,
                 response_deserializer=router_dot_proto_dot_router__pb2.RenewReply.FromString,
@@ -122,15 +122,16 @@ class RouterServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Renew(self, request, context):
-        """Keep the lease, report load and the newest epoch whose routes are in use.
+    def Renew(self, request_iterator, context):
+        """Keep the lease, report load and the newest epoch whose routes are in use: a message each time, all on one stream. It
+        is answered at first, and whenever the answer is another than the last.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Watch(self, request, context):
-        """The present View at once, then the newest View after each change (older ones may be skipped).
+        """The present View at once, then after each change what the newest differs by (older ones may be skipped).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -223,7 +224,7 @@ def add_RouterServicer_to_server(servicer, server):
                     request_deserializer=router_dot_proto_dot_router__pb2.JoinRequest.FromString,
                     response_serializer=router_dot_proto_dot_router__pb2.JoinReply.SerializeToString,
             ),
-            'Renew': grpc.unary_unary_rpc_method_handler(
+            'Renew': grpc.stream_stream_rpc_method_handler(
                     servicer.Renew,
                     request_deserializer=router_dot_proto_dot_router__pb2.RenewRequest.FromString,
                     response_serializer=router_dot_proto_dot_router__pb2.RenewReply.SerializeToString,
@@ -330,7 +331,7 @@ class Router:
             _registered_method=True)
 
     @staticmethod
-    def Renew(request,
+    def Renew(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -340,8 +341,8 @@ class Router:
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
+        return grpc.experimental.stream_stream(
+            request_iterator,
             target,
             '/router.v1.Router/Renew',
             router_dot_proto_dot_router__pb2.RenewRequest.SerializeToString,

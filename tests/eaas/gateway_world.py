@@ -121,7 +121,7 @@ class FakeRouter(rpc.RouterServicer):
             for number, numerics_class in enumerate(self.expert_classes, 1):
                 self._view.members.add(
                     name=f"expert/{number}", pool="expert", state="serving", incarnation=76 + number,
-                    address="127.0.0.1:1", pid=os.getpid(), serving=b"\xff", load={"busy": 0.25},
+                    address="127.0.0.1:1", pid=os.getpid(), serving=zlib.compress(b"\xff"), load={"busy": 0.25},
                     numerics_class=numerics_class,
                 )  # fmt: skip
             for worker in workers:

@@ -426,9 +426,10 @@ class MemberRouter(FakeRouter):
         name = f"gateway/{len(self.joined)}"
         return pb.JoinReply(name=name, incarnation=len(self.joined), term=1, lease_s=0.4, renew_s=0.02)
 
-    def Renew(self, request: pb.RenewRequest, context: object) -> pb.RenewReply:
-        self.loads.append(dict(request.load))
-        return pb.RenewReply(fenced=request.name in self.forgotten)
+    def Renew(self, requests: Iterator[pb.RenewRequest], context: object) -> Iterator[pb.RenewReply]:
+        for request in requests:
+            self.loads.append(dict(request.load))
+            yield pb.RenewReply(incarnation=request.incarnation, fenced=request.name in self.forgotten)
 
     def Leave(self, request: pb.LeaveRequest, context: object) -> pb.LeaveReply:
         self.forgotten.add(request.name)

@@ -105,7 +105,7 @@ def test_evictions_are_told_from_orderly_ends_and_take_the_counters_along() -> N
     counts = Counts()
     reasons = ("silent for 0.61 s", "its process ended", "its process joined anew", OVERDUE, DRAINED, "left")
     for number in range(len(reasons)):
-        counts.add_totals(f"expert/{number}", (Totals(counted={"rows": 1.0}),))
+        counts.add_totals(f"expert/{number}", lambda: (Totals(counted={"rows": 1.0}),))
     state = State()
     for number, reason in enumerate(reasons):
         counts.note(state, state, [Fenced(name=f"expert/{number}", incarnation=1, reason=reason)])
@@ -144,7 +144,7 @@ def test_rails_and_slow_links_have_their_series() -> None:
     counts = Counts()
     counts.add_totals(
         worker.name,
-        (
+        lambda: (
             Totals(counted={"failovers": 4.0}),
             Totals(peer="expert/0", counted={"replies": 2.0, "latency_s": 0.5}),
             Totals(peer="expert/0", rail="mlx5_0", counted={"sent_bytes": 9.0, "live": 1.0}),

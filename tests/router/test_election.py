@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -241,8 +241,8 @@ def test_a_leader_that_was_frozen_neither_writes_nor_publishes(started: Start) -
             )
             for n in range(1, 4)
         ]
-        renewal = routers.stub(leader).Renew.future(
-            pb.RenewRequest(name=server.name, incarnation=server.incarnation), timeout=60
+        renewal = routers.stub(leader).Renew(
+            iter([pb.RenewRequest(name=server.name, incarnation=server.incarnation)]), timeout=60
         )
         # What it sent before may still be on its way here.
         known: list[tuple[int, int]] = []
@@ -297,11 +297,16 @@ def test_a_call_in_progress_when_the_lease_ends_decides_nothing(tmp_path: Path) 
         service = RouterService(Config(), Journal(tmp_path / "journal"), election=lease)
         service.lead()
         joined = await service.Join(pb.JoinRequest(protocol=PROTOCOL, pool="gateway", host=HOST, pid=1), call)
-        renewal = pb.RenewRequest(name=joined.name, incarnation=joined.incarnation)
-        assert not (await service.Renew(renewal, call)).fenced
-        lease.held = False
+
+        async def renewals() -> AsyncIterator[pb.RenewRequest]:
+            yield pb.RenewRequest(name=joined.name, incarnation=joined.incarnation)
+            lease.held = False
+            yield pb.RenewRequest(name=joined.name, incarnation=joined.incarnation)
+
+        answers = service.Renew(renewals(), call)
+        assert not (await anext(answers)).fenced
         with pytest.raises(NotLeading, match=r"this router is a standby; 127[.]0[.]0[.]1:2 leads"):
-            await service.Renew(renewal, call)
+            await anext(answers)
         service.step_down()
 
     asyncio.run(scene())
@@ -314,7 +319,6 @@ def test_a_standby_says_who_leads_and_decides_nothing(started: Start) -> None:
     stub = routers.stub(standby)
     refused = [
         (stub.Join, pb.JoinRequest(protocol=PROTOCOL, pool="gateway", host=HOST, pid=1)),
-        (stub.Renew, pb.RenewRequest()),
         (stub.Scale, pb.ScaleRequest(pool="expert", wanted=3)),
         (stub.ReportExit, pb.ReportExitRequest(host=HOST, pid=1)),
     ]
@@ -322,7 +326,11 @@ def test_a_standby_says_who_leads_and_decides_nothing(started: Start) -> None:
         with pytest.raises(grpc.RpcError, match=f"standby; {leader.address} leads") as refusal:
             method(request, timeout=5)
         assert refusal.value.code() is grpc.StatusCode.UNAVAILABLE
-    for stream in (stub.Watch(pb.WatchRequest()), stub.Launches(pb.LaunchesRequest(host=HOST))):
+    for stream in (
+        stub.Watch(pb.WatchRequest()),
+        stub.Renew(iter([pb.RenewRequest()])),
+        stub.Launches(pb.LaunchesRequest(host=HOST)),
+    ):
         with pytest.raises(grpc.RpcError, match="standby"):
             next(iter(stream))
     assert stub.Status(pb.StatusRequest()).leader == leader.address

@@ -23,7 +23,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from router.client import JoinRefused, RouterClient, RouterUnavailable
 from router.events import StartProcess, StopProcess
 from router.host import host_id
-from router.view import View
+from router.view import Identity, View
 from tests.host_stalls import bounded
 
 pytestmark = pytest.mark.alone
@@ -258,16 +258,14 @@ def test_a_report_of_a_new_member_is_not_sent_under_its_old_name(
 ) -> None:
     server = Server(started("--lease-s", "1"))
     until(lambda: complete(server.client, 1, 1))
-    stub = server.client._stub
-    renew, asked, answered = stub.Renew, threading.Event(), threading.Event()
+    renew, asked, answered = server.client._renew, threading.Event(), threading.Event()
 
-    def slowly(*arguments: object, **options: object) -> object:
-        reply = renew(*arguments, **options)
+    def slowly(identity: Identity) -> None:
+        renew(identity)
         asked.set()
         answered.wait(10)
-        return reply
 
-    stub.Renew = slowly
+    server.client._renew = slowly
     until(asked.is_set)
     server.client.report_exit(HOST, server.pid)
     again = server.client.join(pool="expert", address="b", pid=server.pid, host=HOST, **SHAPE)

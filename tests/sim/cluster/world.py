@@ -82,6 +82,7 @@ class World:
             bytes_in_flight=dice.choice((2, 1000, 1000)) * EXPERT_BYTES,
             redundant=dice.choice((0, 0, 1, self.experts)),
             balance_s=dice.choice((2.0, 8.0)),
+            most_prompt=dice.choice((0, 16)),
             most={EXPERT: 10},
             # Load is never at rest, so what follows it cannot be asked to be.
             autoscale={EXPERT: POLICY} if mode == SAFETY and dice.random() < 0.25 else {},
