@@ -28,6 +28,7 @@ GATEWAY = ("machine", "shape", "experts", "streams")
 BALANCE = ("setting",)
 RECOVERY = ("experts", "attention", "pool", "fault")
 FAILOVER = ("what", "share_of_core", "streams", "model")
+ROUTER_SCALE = ("servers", "workers", "gateways")
 FAULT_POINTS = ("experts", "attention", "model")
 SEEN = ("failed", "lost", "repeated", "changed")
 P2P = ("topology", "measure", "bytes", "footprint")
@@ -70,6 +71,7 @@ def latest(folder: Path = RESULTS) -> str:
     parts += elasticity_table(newest("elasticity", ("measure", "trace", "burstiness"), folder))
     parts += eta_table(newest("eta", ("load",), folder))
     parts += recovery_table(newest("recovery", RECOVERY, folder))
+    parts += router_scale_table(newest("router_scale", ROUTER_SCALE, folder))
     parts += failover_table(newest("failover", FAILOVER, folder))
     parts += hosts_table(newest("hosts", ("fault",), folder))
     parts += hosts_transport_table(newest("hosts.transport", ("streams",), folder))
@@ -410,6 +412,32 @@ def recovery_table(rows: Sequence[Row]) -> list[str]:
     return ["\n".join(lines)]
 
 
+def router_scale_table(rows: Sequence[Row]) -> list[str]:
+    """What a router costs with many members, and how soon everyone hears who is lost."""
+    parts: list[str] = []
+    for row in rows:
+        rest = row["rest"]
+        lost = {"a server": "server_lost", "a host of 8": "host_lost", "8 frozen": "host_frozen"}
+        percent, size = rest["cpu_percent"]["median"], row["whole_view_bytes"]
+        about = (
+            f"A router with {row['servers']} expert servers, {row['workers']} attention workers and "
+            f"{row['gateways']} gateways, {row['layers']} layers of {row['experts']} experts twice: {percent:.0f}% of "
+            f"a core at rest for {rest['renewals_per_s']:,} renewals a second, {rest['view_bytes_per_s']:,} bytes of "
+            f"Views a second; a whole View has {size:,} bytes. Seconds until stand-in members heard who is lost, and "
+            f"what to load instead (p50, most); all on two cores of {row['machine']}."
+        )
+        lines = ["| lost | heard | told to load | a View, bytes | all Views, MB |", "|---" * 5 + "|"]
+        for name, word in lost.items():
+            heard, orders = (
+                f"{row[word][seen]['p50']:.2f}, {row[word][seen]['most']:.2f}"
+                for seen in ("gone_seen_s", "orders_seen_s")
+            )
+            view, traffic = row[word]["view_bytes_mean"]["median"], row[word]["traffic_bytes"]["median"] / 1e6
+            lines.append(f"| {name} | {heard} | {orders} | {view:,.0f} | {traffic:.0f} |")
+        parts.append(f"{about}\n\n" + "\n".join(lines))
+    return parts
+
+
 def failover_table(rows: Sequence[Row]) -> list[str]:
     """What failures cost in throughput and in silence, and what clients saw of them."""
     if not rows:
@@ -456,7 +484,7 @@ def hosts_table(rows: Sequence[Row]) -> list[str]:
         return []
     lines = [
         "Sixteen greedy streams while hosts, or the links between them, fail: five network namespaces on the cores of "
-        f"{machine(rows[0])}, TLS everywhere, nixl over two rails, three etcd. The longest time between two tokens of "
+        f"{rows[0]['machine']}, TLS everywhere, nixl over two rails, three etcd. The longest time between two tokens of "
         "each stream; in brackets without a fault, in the same run.",
         "",
         "| what happens | streams | failed | changed | stall p50, ms | p99 | most | whole again, s |",
@@ -476,7 +504,7 @@ def hosts_transport_table(rows: Sequence[Row]) -> list[str]:
         return []
     lines = [
         "The demonstration model, one attention worker and two expert servers: in one host over shm, and in two "
-        f"network namespaces over nixl (TCP, two rails), both on the cores of {machine(rows[0])}. Packets are TCP's, "
+        f"network namespaces over nixl (TCP, two rails), both on the cores of {rows[0]['machine']}. Packets are TCP's, "
         "up to 64 KB each, acknowledgements too.",
         "",
         "| streams | shm, tokens/s | nixl, tokens/s | nixl / shm | bytes a token (out + back) | packets |",

@@ -45,7 +45,7 @@ LOADS = {
     ATTENTION: ("busy", "kv_use", "running", "waiting", "queue_s", "tpot_p99_s", "servers_64"),
     GATEWAY: ("running", "waiting", "ttft_p99_s"),
 }
-COUNTED = dict.fromkeys(
+COUNTED: dict[str, float] = dict.fromkeys(
     ("rows", "batches", "pairs", "busy_s", "replies", "latency_s", "hedges", "bytes"), 12345.0
 )
 # An attention worker counts for each server that it can name (router.state.MOST_MEMBERS), others in all.
@@ -234,8 +234,8 @@ class Crowds:
 
     def __init__(self, asked: argparse.Namespace, address: str) -> None:
         command = [sys.executable, "-m", "benchmarks.router_scale", *sys.argv[1:], "--address", address]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        self.processes = [subprocess.Popen(command, **pipes) for _ in range(CROWDS)]
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self.processes: list[Any] = [subprocess.Popen(command, **pipes) for _ in range(CROWDS)]
         self.size = asked.servers + asked.workers + asked.gateways
 
     def tell(self, verb: str, numbers: Sequence[int] = ()) -> list[Any]:
@@ -300,7 +300,8 @@ def measure(asked: argparse.Namespace, router: int, crowds: Crowds, stub: Any) -
     found["status_bytes"] = status.ByteSize()
     found["whole_view_bytes"] = next(iter(stub.Watch(pb.WatchRequest()))).ByteSize()
 
-    left = set(range(asked.servers))
+    print(found, file=sys.stderr, flush=True)
+    left = set(range(asked.servers if asked.losses else 0))
     for kind, count in (("server_lost", 1), ("host_lost", HOST_SERVERS), ("host_frozen", HOST_SERVERS)):
         gone, ordered, most_bytes, traffic, whole, spent = [], [], [], [], [], []
         for _ in range(asked.losses):
@@ -397,8 +398,7 @@ def main() -> None:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         crowds = None
         try:
-            assert process.stdout is not None
-            address = process.stdout.readline().strip()
+            address = process.stdout.readline().strip() if process.stdout else ""
             crowds = Crowds(asked, address)
             with grpc.insecure_channel(address, [("grpc.max_receive_message_length", -1)]) as channel:
                 found = measure(asked, process.pid, crowds, rpc.RouterStub(channel))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -76,6 +77,8 @@ async def serve(
     credentials = child.credentials(options, ROUTER)
     name = f"router/{options.number}"
     service = RouterService(config, store, election=election, allow_chaos=options.allow_chaos, name=name)
+    # gRPC's newer way to read hands each message from thread to thread: with 600 members a quarter of what they cost.
+    os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_listener")
     server = grpc.aio.server(
         interceptors=(Guard(service, needs_roles=credentials is not None),),
         options=(

@@ -41,7 +41,7 @@ from router.host import boot_s, host_id, name_thread, process_id
 from router.messages import from_message, launch_of, status_of, to_message, view_of_message
 from router.proto import router_pb2 as pb
 from router.tls import Credentials
-from router.view import EXPERT, STANDS, Identity, PoolSize, Retirement, Status, View
+from router.view import EXPERT, STANDS, Identity, Member, PoolSize, Retirement, Status, View
 
 __all__ = ["FaultRefused", "JoinRefused", "OrderRefused", "RouterClient", "RouterUnavailable"]
 
@@ -88,6 +88,8 @@ class RouterClient:
         self._pool = ""
         self._told_salt = 0  # of the term that knows what this expert server holds
         self._held: tuple[bytes, int] = (b"", 0)
+        # This member as the newest View has it, and the epoch of the first that had it so.
+        self._own: tuple[Member | None, int] = (None, 0)
         self._loaded: tuple[Identity | None, bytes, int, int] | None = None
         # What the next renewal says beside the load. What an unanswered one said is lost: nothing but balance and
         # metrics needs it.
@@ -258,6 +260,8 @@ class RouterClient:
                 served).
         """
         with self._lock:
+            if held == self._held[0] and self._own[1] <= self._held[1]:
+                return  # The router changed nothing of this member since that was said.
             self._held = (held, epoch)
             self._loaded = (self._identity, held, epoch, self._told_salt)
         self._wake.set()
@@ -557,6 +561,9 @@ class RouterClient:
                 if not self._salts or self._salts[-1][1] != view.salt:
                     self._salts = [*self._salts[1 - _MOST_SALTS :], (view.epoch, view.salt)]
                 self._view = view
+                own = view.member(self._identity.name) if self._identity else None
+                if own is None or own is not self._own[0]:
+                    self._own = own, view.epoch
             if self._on_view:
                 try:
                     self._on_view(view)

@@ -28,6 +28,7 @@ Changes = Mapping[str, str | None]
 COUNTERS = "counters"
 _LAYOUT = 1
 _BITMAPS = ("share", "target", "loaded", "serving", "retiring")
+_SAME = ("members", "salt", "term", "epoch", "joined", "named", "wanted", "model")
 _Known = TypeVar("_Known", MemberRecord, GoneMember)
 
 
@@ -62,8 +63,10 @@ class Store(Protocol):
 
 def is_same(before: State, after: State) -> bool:
     """True if nothing durable differs between a state and the next."""
-    # Asked at each renewal: no text is made for it.
-    return before.members is after.members and _counted(before) == _counted(after)
+    # Asked at each renewal: no text is made for it, and what did not change is the same object.
+    return all(getattr(before, word) is getattr(after, word) for word in _SAME) or (
+        before.members is after.members and _counted(before) == _counted(after)
+    )
 
 
 def changes(before: State, after: State) -> dict[str, str | None]:

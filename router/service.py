@@ -125,9 +125,9 @@ class Guard(grpc.aio.ServerInterceptor):
             async def many(request: Any, context: Context) -> AsyncIterator[Any]:
                 try:
                     check(request, context)
-                    answers = behaviour(
-                        each(request, context) if handler.request_streaming else request, context
-                    )
+                    # Each message of a stream makes a claim of its own.
+                    streams = handler.request_streaming and self._needs_roles
+                    answers = behaviour(each(request, context) if streams else request, context)
                     if inspect.isawaitable(answers):
                         # Health writes its answers itself.
                         await answers
@@ -197,7 +197,7 @@ class ExitWatch:
 
 
 _AGAIN_S = 1.0
-_ALL_LOST_S = 0.02
+_ALL_LOST_S, _MOST_WAITS = 0.02, 10
 # Told of a change at once, each watcher takes 100 us: half of the time is left for the rest, and what comes within a
 # fraction of it is told together.
 _TELL_ONE_S, _GATHER_ONE_S = 200e-6, 40e-6
@@ -331,9 +331,13 @@ class RouterService(rpc.RouterServicer):
         while True:
             self.turns += 1
             with suppress(TimeoutError):
-                # Who is lost has not to wait for its replacement as long as that; but of a host, all go at once.
+                # What is lost is placed anew sooner; but of a host all go at once, and first everyone is told of it.
                 await asyncio.wait_for(self._lost.wait(), self._config.tick_s)
                 await asyncio.sleep(_ALL_LOST_S)
+                for _ in range(_MOST_WAITS):
+                    if self._telling is None:
+                        break
+                    await asyncio.sleep(_ALL_LOST_S)
             self._lost.clear()
             if not self.leads():
                 continue
