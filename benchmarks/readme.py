@@ -484,8 +484,8 @@ def hosts_table(rows: Sequence[Row]) -> list[str]:
         return []
     lines = [
         "Sixteen greedy streams while hosts, or the links between them, fail: five network namespaces on the cores of "
-        f"{rows[0]['machine']}, TLS everywhere, nixl over two rails, three etcd. The longest time between two tokens of "
-        "each stream; in brackets without a fault, in the same run.",
+        f"{rows[0]['machine']}, TLS everywhere, nixl over two rails, three etcd. The longest time between two tokens "
+        "of each stream; in brackets without a fault, in the same run.",
         "",
         "| what happens | streams | failed | changed | stall p50, ms | p99 | most | whole again, s |",
         "|---" * 8 + "|",
@@ -504,7 +504,7 @@ def hosts_transport_table(rows: Sequence[Row]) -> list[str]:
         return []
     lines = [
         "The demonstration model, one attention worker and two expert servers: in one host over shm, and in two "
-        f"network namespaces over nixl (TCP, two rails), both on the cores of {rows[0]['machine']}. Packets are TCP's, "
+        f"network namespaces over nixl (TCP, two rails), both on the cores of {rows[0]['machine']}. TCP packets of "
         "up to 64 KB each, acknowledgements too.",
         "",
         "| streams | shm, tokens/s | nixl, tokens/s | nixl / shm | bytes a token (out + back) | packets |",
