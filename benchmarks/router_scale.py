@@ -13,7 +13,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -32,10 +34,9 @@ from benchmarks.report import record, spread
 from router.__main__ import serve
 from router.config import RouterOptions
 from router.journal import Journal
-from router.liveness import DEAD, add_silence, suspicion
 from router.proto import router_pb2 as pb
 from router.proto import router_pb2_grpc as rpc
-from router.state import Config, SilenceHistogram
+from router.state import Config
 from router.view import ATTENTION, EXPERT, GATEWAY, PROTOCOL
 
 LAYERS, EXPERTS, HOST_SERVERS, CROWDS = 61, 256, 8, 2
@@ -50,6 +51,7 @@ COUNTED: dict[str, float] = dict.fromkeys(
 )
 # An attention worker counts for each server that it can name (router.state.MOST_MEMBERS), others in all.
 LINKS = {EXPERT: 0, ATTENTION: 64, GATEWAY: 0}
+SILENT = re.compile(r"fenced name=(\S+) reason=silent for ([0-9.]+) s")
 TOLD_S = 1.0  # counters and rows
 # Ready before anybody needs them: what stand-ins compute, the router's core has not.
 TOTALS = {
@@ -70,7 +72,6 @@ class StandIn:
         self.host = f"host-{number // HOST_SERVERS}"
         self.epoch = self.salt = 0
         self.target = b""
-        self.silences = SilenceHistogram()
         self.spoke_s = 0.0
         self.frozen = False
         self.tasks: list[asyncio.Task[None]] = []
@@ -146,8 +147,6 @@ class StandIn:
             if self.frozen:
                 await asyncio.Event().wait()
             now_s = time.monotonic()
-            if self.spoke_s:
-                self.silences = add_silence(self.silences, now_s - self.spoke_s, identity.lease_s)
             self.spoke_s, due_s = now_s, max(due_s + identity.renew_s, now_s)
             request = pb.RenewRequest(
                 name=identity.name,
@@ -164,14 +163,6 @@ class StandIn:
                     request.rows = request.activated = ROWS
             self.crowd.renewals += 1
             yield request
-
-    def dead_s(self) -> float:
-        """When its silence is to count as death: since it spoke, by the router's own rule."""
-        identity, silence_s = self.identity, 0.5
-        rule = {"lease_s": identity.lease_s, "renew_s": identity.renew_s}
-        while silence_s < identity.lease_s and suspicion(self.silences, silence_s, **rule) <= DEAD:
-            silence_s += 0.005
-        return self.spoke_s + silence_s
 
     async def end(self) -> None:
         """Its process is gone: no word more."""
@@ -224,7 +215,7 @@ class Crowd:
             elif verb == "seen":
                 answer = {"views": self.views, "bytes": self.bytes, "renewals": self.renewals}
                 answer |= {"gone": self.gone, "ordered": self.ordered, "watchers": len(self.members)}
-                answer["dead_s"] = {m.identity.name: m.dead_s() for m in self.members.values() if m.frozen}
+                answer["spoke_s"] = {m.identity.name: m.spoke_s for m in self.members.values() if m.frozen}
                 self.gone, self.ordered = {}, []
             print(json.dumps(answer), flush=True)
 
@@ -252,7 +243,7 @@ class Crowds:
             process.wait(timeout=30)
 
 
-def measure(asked: argparse.Namespace, router: int, crowds: Crowds, stub: Any) -> dict[str, Any]:
+def measure(asked: argparse.Namespace, router: int, said: Path, crowds: Crowds, stub: Any) -> dict[str, Any]:
     """Have them all join, rest, and lose some."""
 
     def wait_whole(size: int) -> float:
@@ -303,7 +294,7 @@ def measure(asked: argparse.Namespace, router: int, crowds: Crowds, stub: Any) -
     print(found, file=sys.stderr, flush=True)
     left = set(range(asked.servers if asked.losses else 0))
     for kind, count in (("server_lost", 1), ("host_lost", HOST_SERVERS), ("host_frozen", HOST_SERVERS)):
-        gone, ordered, most_bytes, traffic, whole, spent = [], [], [], [], [], []
+        gone, ordered, silent, most_bytes, traffic, spent = [], [], [], [], [], []
         for _ in range(asked.losses):
             host = random.choice(sorted(left)) // HOST_SERVERS
             lost = [n for n in sorted(left) if n // HOST_SERVERS == host][:count]
@@ -321,10 +312,14 @@ def measure(asked: argparse.Namespace, router: int, crowds: Crowds, stub: Any) -
                 time.sleep(2.0)
                 if not all(report.result().name for report in reports):
                     raise RuntimeError("an exit was of no member")
-            whole.append(wait_whole(len(left)))
+            wait_whole(len(left))
             after = crowds.tell("seen")
             spent.append(cpu_s(router) - before_cpu_s)
-            due_s = {name: dead for seen in after for name, dead in seen["dead_s"].items()}
+            # A silence is judged by each member's own past: what the router says it was is its end.
+            silences = {name: float(silent_s) for name, silent_s in SILENT.findall(said.read_text())}
+            spoke = {name: at for seen in after for name, at in seen["spoke_s"].items()}
+            due_s = {name: at + silences[name] for name, at in spoke.items()}
+            silent += [silences[name] for name in spoke]
             late = [
                 t - due_s.get(name, at_s)
                 for seen in after
@@ -347,7 +342,7 @@ def measure(asked: argparse.Namespace, router: int, crowds: Crowds, stub: Any) -
             "view_bytes_mean": spread(most_bytes),
             "traffic_bytes": spread(traffic),
             "cpu_s": spread(spent),
-        }
+        } | ({"silent_s": percentiles_and_most(silent)} if silent else {})
     return found
 
 
@@ -395,13 +390,19 @@ def main() -> None:
     # The journal on a disk, as everywhere.
     with tempfile.TemporaryDirectory(prefix="eaas-router-scale-") as folder:
         command = [sys.executable, "-m", "benchmarks.router_scale", *sys.argv[1:], "--folder", folder]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        # As router.__main__ has it, which here is imported too late.
+        environment = {**os.environ, "GRPC_EXPERIMENTS": "-event_engine_listener"}
+        said = Path(folder) / "log"
+        with said.open("w") as log:
+            process = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment
+            )
         crowds = None
         try:
             address = process.stdout.readline().strip() if process.stdout else ""
             crowds = Crowds(asked, address)
             with grpc.insecure_channel(address, [("grpc.max_receive_message_length", -1)]) as channel:
-                found = measure(asked, process.pid, crowds, rpc.RouterStub(channel))
+                found = measure(asked, process.pid, said, crowds, rpc.RouterStub(channel))
         finally:
             if crowds is not None:
                 crowds.end()
