@@ -57,7 +57,7 @@ def main() -> None:
     if why := refusal():
         raise SystemExit(why)
     with ExitStack() as stack:
-        clusters = {name: stack.enter_context(hosts_cluster(setting)) for name, setting in SETTINGS.items()}
+        clusters = {name: stack.enter_context(hosts_cluster(SETTINGS[name])) for name in ("shm", "nixl")}
         for streams in map(int, asked.streams.split(",")):
             found: dict[str, list[dict[str, float]]] = {name: [] for name in clusters}
             for cluster in clusters.values():
