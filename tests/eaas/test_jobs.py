@@ -903,6 +903,7 @@ def test_a_job_in_which_a_gateway_breaks_is_another_s_and_is_given_up_in_words_i
     monkeypatch.setattr(Jobs, "_finish", breaks)
     config = SimpleNamespace(
         jobs=str(tmp_path / "jobs"), jobs_most=9, jobs_bytes=1 << 20, jobs_kept_s=60.0, jobs_running=9,
+        etcd_tls_dir=None,
         max_owed_tokens=100, stall_s=1.0,
     )  # fmt: skip
     pool = SimpleNamespace(owed_tokens=0, unready_reason=lambda: "", eta=Eta())
