@@ -121,7 +121,7 @@ class FakeRouter(rpc.RouterServicer):
             for number, numerics_class in enumerate(self.expert_classes, 1):
                 self._view.members.add(
                     name=f"expert/{number}", pool="expert", state="serving", incarnation=76 + number,
-                    address="127.0.0.1:1", pid=os.getpid(), serving=zlib.compress(b"\xff"), load={"busy": 0.25},
+                    address="127.0.0.1:1", pid=os.getpid(), serving=b"\xff", load={"busy": 0.25},
                     numerics_class=numerics_class,
                 )  # fmt: skip
             for worker in workers:
@@ -152,9 +152,11 @@ class FakeRouter(rpc.RouterServicer):
         while context.is_active():
             with self._condition:
                 self._condition.wait_for(lambda sent=sent: self._view.epoch > sent, timeout=0.2)
-                view = self._view
+                view = pb.View.FromString(self._view.SerializeToString())
             if view.epoch > sent:
                 sent = view.epoch
+                for member in view.members:
+                    member.serving = zlib.compress(member.serving)
                 yield view
 
     def Status(self, request: Any, context: Any) -> pb.StatusReply:
