@@ -160,5 +160,5 @@ PROBE void probe_gate(const eaas::Ops* ops, const float* logits, uint32_t expert
     const eaas::GateRule rule{experts, top_k, 0, 1, 0, 0, 1.0f, nullptr};
     for (uint32_t call = 0; call < calls; ++call)
         for (uint64_t row = row0; row < row1; ++row)
-            ops->gate(&rule, logits + row * experts, ids + row * top_k, weights + row * top_k);
+            ops->gate(&rule, logits + row * experts, nullptr, ids + row * top_k, weights + row * top_k);
 }

@@ -194,6 +194,11 @@ def _refuse_too_much(
             f"{MOST_SCORES} are told at once. Lower '{limit}', or ask for a stream or for fewer.",
             param=limit,
         )
+    if params.forced is not None and len(prompts) > 1:
+        raise invalid(
+            f"{len(prompts)} prompts were given; the experts that are forced are those of one. Send each by itself.",
+            param="force_routed_experts",
+        )
     tokens = prompt_tokens + output_tokens
     if wanted.return_routed_experts and tokens > MOST_ROUTED_TOKENS:
         raise invalid(

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from eaas.gateway.errors import invalid, out_of_vocabulary, too_long
+import base64
+import re
+
+import numpy as np
+
+from eaas.gateway.errors import ApiError, invalid, out_of_vocabulary, too_long
 from eaas.gateway.schema import ChatRequest, CompletionRequest
-from eaas.worker.protocol import MAX_TOP_LOGPROBS, SamplingParams
+from eaas.worker.protocol import MAX_TOP_LOGPROBS, ForcedExperts, SamplingParams
 
 _SEEDS = 1 << 64
 # Taken as they are; left out, they are OpenAI's defaults in both.
@@ -12,6 +17,13 @@ _AS_GIVEN = (
     "cache_salt", "frequency_penalty", "ignore_eos", "min_p", "presence_penalty", "priority", "repetition_penalty",
     "temperature", "top_p",
 )  # fmt: skip
+_NO_EXPERT = 0xFFFF
+# What numpy.save writes of integers, read without evaluating it.
+_NPY = re.compile(
+    rb"\x93NUMPY\x01\x00..\{'descr': '([<|][iu][1248])', 'fortran_order': False, "
+    rb"'shape': \((\d{1,9}), (\d{1,9}), (\d{1,9})\), \} *\n",
+    re.DOTALL,
+)
 _LOGPROB_FIELDS = ("top_logprobs", "logprobs", "prompt_logprobs")
 
 
@@ -109,6 +121,35 @@ def sampling_params(
         allowed_token_ids=allowed,
         bad_tokens=bad_tokens,
         prompt_logprobs=max(wanted.prompt_count, wanted.echo_count),
+        forced=_forced(wanted.force_routed_experts),
         routed_from=(wanted.routed_experts_prompt_start or 0) if wanted.return_routed_experts else -1,
         **given,
+    )
+
+
+def _forced(given: str | None) -> ForcedExperts | None:
+    if given is None:
+        return None
+    try:
+        file = base64.b64decode(given, validate=True)
+    except ValueError as fault:
+        raise _unreadable(f"is no base64: {fault}") from None
+    header = _NPY.match(file)
+    if header is None:
+        raise _unreadable("is no .npy file of version 1.0, in C order, of integers with three dimensions")
+    kind, (tokens, layers, top_k) = np.dtype(header[1].decode()), map(int, header.groups()[1:])
+    wanted, held = tokens * layers * top_k * kind.itemsize, len(file) - header.end()
+    if held != wanted:
+        raise _unreadable(f"has {held} bytes of experts where its header says {wanted}")
+    experts = np.frombuffer(file, kind, offset=header.end())
+    # No model has more experts; a worker refuses them.
+    told = np.where((experts < 0) | (experts > _NO_EXPERT), _NO_EXPERT, experts)
+    return ForcedExperts(layers, top_k, told.astype("<u2").tobytes())
+
+
+def _unreadable(found: str) -> ApiError:
+    return invalid(
+        f"'force_routed_experts' {found}. It must be base64 of a .npy file, [tokens, MoE layers, top_k], as "
+        "'routed_experts' of an answer is.",
+        param="force_routed_experts",
     )

@@ -199,6 +199,8 @@ class GenerationRequest(ConstrainedRequest):
     return_tokens_as_token_ids: bool | None = None
     return_routed_experts: bool | None = None
     routed_experts_prompt_start: Annotated[int, Field(ge=0)] | None = None
+    # As an answer's `routed_experts`.
+    force_routed_experts: str | None = None
 
     best_of: Any = None
     length_penalty: Annotated[Any, only(1, 1.0)] = None

@@ -84,6 +84,9 @@ P2P_API int32_t decoder_set(Decoder* decoder, uint32_t layer, int32_t role, cons
 // In place of a token.
 enum { DECODER_NOT_FINITE = -1, DECODER_LEFT = -2 };  // some logit is not finite; the logits are left to the caller
 
+// In place of a forced expert.
+enum { DECODER_FREE = 0xFFFF };
+
 struct DecoderPlan {
     const int32_t* tokens;       // [rows]
     const int32_t* positions;    // [rows]
@@ -99,6 +102,9 @@ struct DecoderPlan {
     // The experts that the gate chose for each cached position, [kv_blocks][block_tokens][MoE layers][top_k]: the step
     // writes its rows' there, beside their keys and values. Null: nowhere.
     uint16_t* routed;
+    // Experts that take the place of the gate's choice, [rows][MoE layers][top_k]; DECODER_FREE first: the gate chooses.
+    // Null: it does everywhere.
+    const uint16_t* forced;
     uint64_t deadline_ns;        // CLOCK_MONOTONIC
     uint32_t rows, tables_rows, table_blocks, logits_count;
 };

@@ -28,9 +28,9 @@ struct Lane {
     void ended(uint64_t phase) const { p2p_lanes_stamp(d.pool, index, phase); }
     Span share(uint64_t count) const { return Span(count, index, d.lanes); }
     // In the last layer, once its keys and values are stored, only rows whose logits are wanted live on: side
-    // by side, in the order of plan.logits_rows; all, where the experts of each are to be noted.
+    // by side, in the order of plan.logits_rows; all, where the experts of each are to be noted or are given.
     bool narrows(const Layer& layer) const {
-        return &layer == &d.layers.back() && plan.logits_count < plan.rows && !plan.routed;
+        return &layer == &d.layers.back() && plan.logits_count < plan.rows && !plan.routed && !plan.forced;
     }
     uint32_t live_rows(const Layer& layer) const { return narrows(layer) ? plan.logits_count : plan.rows; }
     uint64_t hidden_bytes() const { return static_cast<uint64_t>(s.hidden) * d.element_bytes(); }
@@ -396,6 +396,14 @@ void note_experts(const Lane& lane, const Layer& layer, uint64_t row) {
                 lane.d.expert_ids + row * top_k, top_k * sizeof(uint16_t));
 }
 
+// The experts that a row is to have in place of the gate's; null: none.
+const uint16_t* forced_experts(const Lane& lane, const Layer& layer, uint64_t row) {
+    if (!lane.plan.forced) return nullptr;
+    const uint64_t place = row * lane.d.moe_layers + static_cast<uint32_t>(layer.moe_layer);
+    const uint16_t* forced = lane.plan.forced + place * lane.s.top_k;
+    return *forced == DECODER_FREE ? nullptr : forced;
+}
+
 // Norms, gate scores and choices of this lane's rows; lane 0 takes few rows alone, for it plans the call.
 void choose_experts(const Lane& lane, const Layer& layer) {
     const Decoder& d = lane.d;
@@ -419,8 +427,8 @@ void choose_experts(const Lane& lane, const Layer& layer) {
         s.groups,  s.groups_kept, s.gate_scale,   layer.has_correction ? layer.correction : nullptr};
     for (uint64_t row = rows.begin; row < rows.end; ++row) {
         if (layer.has_gate_bias) d.ops->add_scaled(d.gate_logits + row * s.experts, layer.gate_bias, 1.0f, s.experts);
-        d.ops->gate(&rule, d.gate_logits + row * s.experts, d.expert_ids + row * s.top_k,
-                    d.expert_weights + row * s.top_k);
+        d.ops->gate(&rule, d.gate_logits + row * s.experts, forced_experts(lane, layer, row),
+                    d.expert_ids + row * s.top_k, d.expert_weights + row * s.top_k);
         if (lane.plan.routed) note_experts(lane, layer, row);
     }
 }

@@ -59,8 +59,9 @@ struct Ops {
     void (*store_kv)(int dtype, void* subtile, uint32_t slot, uint32_t head_dim, uint32_t value_dim,
                      const float* key, const float* value);
     void (*attend)(const Attend* group);
-    // Top-k of one row: ids and weights in falling order of score, ties to the lowest id.
-    void (*gate)(const GateRule* rule, const float* logits, uint16_t* ids, float* weights);
+    // Top-k of one row: ids and weights in falling order of score, ties to the lowest id. Or the experts that are
+    // `forced`, in their order, with the weights that their scores give; null: none.
+    void (*gate)(const GateRule* rule, const float* logits, const uint16_t* forced, uint16_t* ids, float* weights);
     float (*dot)(const float* x, const float* y, uint32_t n);
     float (*sigmoid)(float x);
     // x[i] += scale * y[i], product and sum rounded apart.

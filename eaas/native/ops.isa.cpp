@@ -143,7 +143,7 @@ void keep_groups(const eaas::GateRule& rule, float* choice) {
         if (!kept[i / size]) choice[i] = kNone;
 }
 
-void gate(const eaas::GateRule* rule, const float* logits, uint16_t* ids, float* weights) {
+void gate(const eaas::GateRule* rule, const float* logits, const uint16_t* forced, uint16_t* ids, float* weights) {
     float scores[eaas::kMaxExperts + 16], choice[eaas::kMaxExperts];
     const uint32_t n = rule->experts;
     if (rule->sigmoid) {
@@ -154,10 +154,10 @@ void gate(const eaas::GateRule* rule, const float* logits, uint16_t* ids, float*
     }
     for (uint32_t i = 0; i < n; ++i)
         choice[i] = rule->correction ? scores[i] + rule->correction[i] : scores[i];
-    if (rule->groups > 1) keep_groups(*rule, choice);
+    if (rule->groups > 1 && !forced) keep_groups(*rule, choice);
     float total = 0.0f;
     for (uint32_t k = 0; k < rule->top_k; ++k) {
-        uint32_t id = highest(choice, n);
+        uint32_t id = forced ? forced[k] : highest(choice, n);
         // Scores that are not numbers leave nothing to choose: any other expert will do, the weights say NaN.
         if (id == n) id = lowest_unused(ids, k);
         ids[k] = static_cast<uint16_t>(id);

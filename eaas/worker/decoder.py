@@ -287,6 +287,7 @@ class Decoder:
             logits=self._logits.ctypes.data,
             drop=None if plan.drop is None else plan.drop.ctypes.data,
             routed=self._routed.ctypes.data if plan.routed else None,
+            forced=None if plan.forced is None else self._forced(plan.forced, len(tokens)).ctypes.data,
             deadline_ns=time.monotonic_ns() + round(max(deadline_s, 0.0) * 1e9),
             rows=len(tokens),
             tables_rows=tables.shape[0],
@@ -299,6 +300,20 @@ class Decoder:
         if status:
             self._fail(status, where.value, arrays)
         return self._logits
+
+    def _forced(self, forced: np.ndarray, rows: int) -> np.ndarray:
+        layers, top_k, experts = self.routing_shape
+        if (
+            forced.dtype != np.uint16
+            or forced.shape != (rows, layers, top_k)
+            or not forced.flags.c_contiguous
+        ):
+            raise PlanInvalid(
+                f"forced is {forced.dtype} {list(forced.shape)}; contiguous uint16 {[rows, layers, top_k]} is needed."
+            )
+        if np.any((forced >= experts) & (forced != native.DECODER_FREE)):
+            raise PlanInvalid(f"An expert of {experts} or more is forced; there are {experts}.")
+        return forced
 
     @property
     def routing_shape(self) -> tuple[int, int, int]:

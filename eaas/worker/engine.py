@@ -17,7 +17,15 @@ import numpy as np
 from eaas.worker.blocks import BlockPool
 from eaas.worker.constraint import Compiling, Grammars
 from eaas.worker.decoder import ExpertsLost
-from eaas.worker.protocol import Failed, PromptLogprobs, RoutedExperts, Submit, Token, WorkerLoad
+from eaas.worker.protocol import (
+    Failed,
+    PromptLogprobs,
+    RoutedExperts,
+    SamplingParams,
+    Submit,
+    Token,
+    WorkerLoad,
+)
 from eaas.worker.request import Refused, Request
 from eaas.worker.sample import DeviceSamples, Refusal, Samples, SlotSampler
 from eaas.worker.scheduler import Scheduler, SchedulerConfig, StepPlan
@@ -63,7 +71,7 @@ class TokenDecoder(Protocol):
 
 @runtime_checkable
 class RoutingDecoder(Protocol):
-    """A decoder that notes which experts its gates choose: `eaas.worker.decoder.Decoder`."""
+    """A decoder that notes which experts its gates choose, or takes others: `eaas.worker.decoder.Decoder`."""
 
     @property
     def routing_shape(self) -> tuple[int, int, int]:
@@ -225,6 +233,7 @@ class Engine:
         try:
             self._check_vocabulary(request)
             self._check_routing(request)
+            request.forced = self._forced(request.params)
             if request.params.grammar is None:
                 self.scheduler.add(request)
             else:
@@ -509,6 +518,34 @@ class Engine:
                 f"The prompt's tokens have {told} choices of experts; at most {MOST_ROUTED} are told at once. "
                 "Shorten it, or leave out those that are known with routed_experts_prompt_start.",
             )
+
+    def _forced(self, params: SamplingParams) -> np.ndarray | None:
+        if params.forced is None:
+            return None
+        if not isinstance(self._decoder, RoutingDecoder):
+            raise Refused(
+                "bad_request",
+                "The decoder of this worker cannot take experts that are given; the native one can.",
+            )
+        found, (layers, top_k, experts) = params.forced, self._decoder.routing_shape
+        if (
+            not layers
+            or (found.layers, found.top_k) != (layers, top_k)
+            or len(found.experts) % (2 * layers * top_k)
+        ):
+            raise Refused(
+                "bad_request",
+                f"Experts of {found.layers} layers, {found.top_k} in each, were given; this model has {layers} MoE "
+                f"layers with {top_k} in each.",
+            )
+        forced = np.frombuffer(found.experts, "<u2").astype(np.uint16).reshape(-1, layers, top_k)
+        if forced.size and (highest := int(forced.max())) >= experts:
+            raise Refused("bad_request", f"Expert {highest} was given; this model has 0 to {experts - 1}.")
+        ordered = np.sort(forced, axis=2)
+        if twice := np.argwhere(ordered[:, :, 1:] == ordered[:, :, :-1]).tolist():
+            token, layer, _ = twice[0]
+            raise Refused("bad_request", f"Token {token} was given an expert twice in MoE layer {layer}.")
+        return forced
 
     def _check_vocabulary(self, request: Request) -> None:
         params = request.params

@@ -16,7 +16,7 @@ from eaas.worker.grammar import Grammar
 from experts.config import MOST_WEIGHT
 
 # Of these messages; a worker of another is not used.
-PROTOCOL = 9
+PROTOCOL = 10
 MAX_BODY_BYTES = 64 << 20
 # Of a step's 256 rows and 512 tokens of prompts, some 14 bytes each, 44 MB: they fit in one body. Gateways allow fewer.
 MAX_TOP_LOGPROBS = 4096
@@ -39,6 +39,17 @@ Finish = Literal["", "stop", "length", "complete"]
 
 class ProtocolError(ValueError):
     """Something received, or about to be sent, is no message of this protocol; close the connection."""
+
+
+class ForcedExperts(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The experts of the first tokens of prompt and output, which take the place of the gates' choice.
+
+    `experts`: uint16 [tokens, layers, top_k], C order, little-endian.
+    """
+
+    layers: Count
+    top_k: Count
+    experts: bytes
 
 
 class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
@@ -73,6 +84,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=Tr
     # Who comes first, the lower the earlier; of equals, who came first.
     priority: Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)] = 0
     prompt_logprobs: int = -1  # as logprobs, for each token of the prompt but the first; -1: none
+    # What is computed of a token is weighted by the gates' scores all the same.
+    forced: ForcedExperts | None = None
     routed_from: int = -1  # the experts of each token from this one on are told; -1: of none
 
     def __post_init__(self) -> None:

@@ -41,6 +41,8 @@ BACKGROUND_PART = 20
 BACKGROUND_BESIDE = 4
 # So many steps without a request that is not in the background, and those that are have the steps for themselves.
 QUIET_STEPS = 1000
+# In a plan's forced experts: the gate chooses.
+FREE = 0xFFFF
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,6 +61,8 @@ class StepPlan:
         drop: uint8 [n] of experts.routes.KEEP or MAY_DROP; the step writes DROPPED where an expert's term was left
             out. None: nothing may be.
         routed: Note which experts the gates choose for the rows, for `Decoder.routing`.
+        forced: uint16 [n, layers, top_k]: experts that a row has in place of the gates' choice; FREE: it has none.
+            None: no row has any.
         requests: The m requests, in the order of `logits_rows`; valid for this step.
         prompt_logprobs: Tokens of prompts that the k rows are for, in their order.
         begun: Requests none of whose rows were computed since they came, or were preempted, until this step.
@@ -73,6 +77,7 @@ class StepPlan:
     logits_rows: TokenArray
     drop: NDArray[np.uint8] | None = None
     routed: bool = False
+    forced: NDArray[np.uint16] | None = None
     requests: Sequence[Request] = ()
     prompt_logprobs: Sequence[Chunk] = ()
     begun: Sequence[Request] = ()
@@ -172,6 +177,7 @@ class Scheduler:
         self._ranks: TokenArray = np.arange(slots, dtype=np.int32)
         self._may_drop = np.zeros(slots, np.uint8)
         self._droppers = self._routed = 0
+        self._forced: dict[int, NDArray[np.uint16]] = {}  # by slot
         self._decode_slots: TokenArray | None = None
         self.step_time = StepTime(config.step_tokens)
         self._mixed_steps = 0  # with chunks, one after another
@@ -314,15 +320,17 @@ class Scheduler:
             self._drafted = len(decoding) < rows <= self.config.step_tokens
             if self._drafted:
                 return self._with_drafts(decoding, slots)
+            positions = self._computed[slots]
             return StepPlan(
                 token_ids=self._last[slots],
-                positions=self._computed[slots],
+                positions=positions,
                 seqs=slots,
                 block_tables=self._tables,
                 logits_rows=self._ranks[: len(slots)],
                 requests=decoding,
                 drop=self._droppable(slots),
                 routed=self._routed > 0,
+                forced=self._forced_of(slots, positions),
             )
         return self._mixed(decoding, slots, chunks)
 
@@ -605,6 +613,8 @@ class Scheduler:
         self._may_drop[request.slot] = request.params.drop_lost_experts
         self._droppers += request.params.drop_lost_experts
         self._routed += request.params.wants_routing
+        if request.forced is not None:
+            self._forced[request.slot] = request.forced
         self._prefilling.append(request)
         return True
 
@@ -650,6 +660,7 @@ class Scheduler:
             prompt_logprobs=scored,
             begun=self._begun,
             routed=self._routed > 0,
+            forced=self._forced_of(seqs, positions),
         )
 
     def _with_drafts(self, decoding: list[Request], slots: TokenArray) -> StepPlan:
@@ -660,15 +671,17 @@ class Scheduler:
         seqs = np.repeat(slots, counts)
         token_ids = self._last[seqs]
         token_ids[ahead > 0] = [token for request in decoding for token in request.drafts]
+        positions = (self._computed[seqs] + ahead).astype(np.int32)
         return StepPlan(
             token_ids=token_ids,
-            positions=(self._computed[seqs] + ahead).astype(np.int32),
+            positions=positions,
             seqs=seqs,
             block_tables=self._tables,
             logits_rows=np.arange(len(seqs), dtype=np.int32),
             requests=[request for request in decoding for _ in range(1 + len(request.drafts))],
             drop=self._droppable(seqs),
             routed=self._routed > 0,
+            forced=self._forced_of(seqs, positions),
             ahead=ahead,
         )
 
@@ -709,6 +722,16 @@ class Scheduler:
 
     def _droppable(self, seqs: TokenArray) -> NDArray[np.uint8] | None:
         return self._may_drop[seqs] if self._droppers else None
+
+    def _forced_of(self, seqs: TokenArray, positions: TokenArray) -> NDArray[np.uint16] | None:
+        rows: NDArray[np.uint16] | None = None
+        for slot, experts in self._forced.items():
+            those = np.flatnonzero((seqs == slot) & (positions < len(experts)))
+            if len(those):
+                if rows is None:
+                    rows = np.full((len(seqs), *experts.shape[1:]), FREE, np.uint16)
+                rows[those] = experts[positions[those]]
+        return rows
 
     def _emit(self, request: Request, token: int, row: int) -> Emitted:
         output = request.output
@@ -754,6 +777,8 @@ class Scheduler:
         salt = request.params.cache_salt
         # As a token, the first four bytes are above every vocabulary: no salt is another request's block.
         root = next_digest(self._root, b"salt" + salt.encode()) if salt else self._root
+        if request.params.forced is not None:
+            root = next_digest(root, b"forced" + request.params.forced.experts)
         # Only blocks whose experts were noted as they were computed can tell them.
         return next_digest(root, b"routed") if request.params.wants_routing else root
 
@@ -770,6 +795,7 @@ class Scheduler:
         self.pool.release(request.blocks)
         self._droppers -= request.params.drop_lost_experts
         self._routed -= request.params.wants_routing
+        self._forced.pop(request.slot, None)
         self._free_slots.append(request.slot)
         request.blocks, request.drafts = [], []
         request.slot = -1

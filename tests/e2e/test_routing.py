@@ -1,4 +1,5 @@
-"""The experts that a client is told of are those that transformers' gates choose, also across a lost worker."""
+"""The experts that a client is told of are those that transformers' gates choose, and those that it gives are those
+that are computed with, also across a lost worker."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import io
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -97,3 +99,111 @@ def test_a_stream_is_refused(cluster: LocalCluster) -> None:
     body = {"prompt": "a", "max_tokens": 1, "stream": True, "return_routed_experts": True}
     reply = httpx.post(f"{cluster.url}/v1/completions", json=body)
     assert reply.status_code == 400 and "return_routed_experts" in reply.text
+
+
+def encoded(experts: np.ndarray) -> str:
+    file = io.BytesIO()
+    np.save(file, experts)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def told(choice: dict[str, Any]) -> np.ndarray:
+    return np.load(io.BytesIO(base64.b64decode(choice["routed_experts"])), allow_pickle=False)
+
+
+def drawn(peer: Any, tokens: int, seed: int) -> np.ndarray:
+    """Any experts, in any order."""
+    config = peer.config
+    rng = np.random.default_rng(seed)
+    ranks = rng.random((tokens, config.num_hidden_layers, config.num_experts)).argsort(axis=-1)
+    return ranks[..., : config.num_experts_per_tok].astype(rng.choice(["u1", "<i2", "<u2", "<i8"]))
+
+
+def logits_with(peer: Any, tokens: list[int], experts: np.ndarray) -> np.ndarray:
+    """Transformers' logits, its first tokens computed with these experts."""
+    hooks: list[Any] = []
+
+    def force(layer: int) -> Any:
+        def hook(gate: Any, args: Any, out: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+            logits, scores, chosen = out
+            chosen = chosen.clone()
+            chosen[: len(experts)] = torch.from_numpy(experts[:, layer].astype(np.int64))
+            scores = logits.softmax(-1).gather(1, chosen)
+            if gate.norm_topk_prob:
+                scores /= scores.sum(-1, keepdim=True)
+            return logits, scores, chosen
+
+        return hook
+
+    gates = [module for name, module in peer.named_modules() if name.endswith(".gate")]
+    for layer, gate in enumerate(gates):
+        hooks.append(gate.register_forward_hook(force(layer)))
+    with torch.inference_mode():
+        logits = peer(torch.tensor([tokens])).logits[0].numpy()
+    for hook in hooks:
+        hook.remove()
+    return logits
+
+
+def check_forced(peer: Any, choice: dict[str, Any], experts: np.ndarray, seed: int) -> None:
+    """Judged by transformers: each token is the best after those before it, and what follows is gated freely."""
+    prompt, output = choice["prompt_token_ids"], choice["token_ids"]
+    assert (told(choice)[: len(experts)] == experts).all(), f"seed {seed}"
+    logits = logits_with(peer, [*prompt, *output], experts)[len(prompt) - 1 : -1]
+    behind = logits.max(axis=1) - logits[np.arange(len(output)), output]
+    assert behind.max() < 1e-4, (
+        f"seed {seed}: token {behind.argmax()} of the output is {behind.max()} behind the best"
+    )
+
+
+def test_experts_that_are_given_are_computed_with(cluster: LocalCluster, peer: Any) -> None:
+    seed = time.time_ns()
+    free = ask(cluster, max_tokens=60, temperature=0)[0]
+    again = ask(cluster, max_tokens=60, temperature=0, force_routed_experts=encoded(told(free)))[0]
+    assert (again["text"], again["routed_experts"]) == (free["text"], free["routed_experts"])
+    prompt = len(free["prompt_token_ids"])
+    for tokens in (1, prompt // 2, prompt, prompt + 30, prompt + 200):
+        experts = drawn(peer, tokens, seed + tokens)
+        found = ask(cluster, max_tokens=60, temperature=0, force_routed_experts=encoded(experts))[0]
+        check_forced(peer, found, experts[: prompt + 59], seed + tokens)
+        # Where no experts are told, the last layer computes no more rows than it must.
+        fields = {"force_routed_experts": encoded(experts), "return_routed_experts": False}
+        assert ask(cluster, max_tokens=60, temperature=0, **fields)[0]["text"] == found["text"]
+        # Of what that one left in the cache nothing is taken for this one, nor the other way round.
+        assert ask(cluster, max_tokens=60, temperature=0)[0]["text"] == free["text"]
+        assert (
+            ask(cluster, max_tokens=60, temperature=0, force_routed_experts=encoded(experts))[0]["text"]
+            == found["text"]
+        )
+    assert found["text"] != free["text"], f"seed {seed}: other experts changed nothing"
+
+
+def test_a_worker_that_is_killed_meanwhile_computes_with_them_again(cluster: LocalCluster, peer: Any) -> None:
+    seed = time.time_ns()
+    experts = drawn(peer, 1200, seed)
+    fields = {"max_tokens": 1500, "temperature": 0, "force_routed_experts": encoded(experts)}
+    calm = ask(cluster, **fields)[0]
+    check_forced(peer, calm, experts, seed)
+    found: list[dict[str, Any]] = []
+    asking = threading.Thread(target=lambda: found.extend(ask(cluster, **fields)))
+    asking.start()
+    pid = next(pid for name, pid in cluster.pids().items() if name.startswith("attention"))
+    asking.join(0.2)
+    assert asking.is_alive(), "it was answered before its worker could be killed"
+    os.kill(pid, signal.SIGKILL)
+    asking.join(60)
+    assert found[0] == calm | {"prompt_token_ids": found[0]["prompt_token_ids"]}
+
+
+def test_experts_that_the_model_has_not_are_refused(cluster: LocalCluster, peer: Any) -> None:
+    sound = drawn(peer, 3, 1).astype("<i4")
+    for wrong, words in (
+        (sound[:, :1], "MoE layers"),
+        (sound[..., :1], "MoE layers"),
+        (sound + peer.config.num_experts, f"this model has 0 to {peer.config.num_experts - 1}"),
+        (sound - 1000, "Expert 65535 was given"),
+        (sound * 0, "Token 0 was given an expert twice in MoE layer 0"),
+    ):
+        body = {"prompt": TEXT, "max_tokens": 1, "force_routed_experts": encoded(wrong)}
+        reply = httpx.post(f"{cluster.url}/v1/completions", json=body)
+        assert reply.status_code == 400 and words in reply.text, reply.text

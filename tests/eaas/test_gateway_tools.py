@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
+import numpy as np
 import openai
 import pytest
 
@@ -176,6 +179,18 @@ def test_calls_and_their_results_reach_the_template(client: openai.OpenAI, worke
     assert prompt_of(worker) == "<system>rules<user>hi<assistant>[look x c1]<tool>a wall<assistant>"
 
 
+_FILE = io.BytesIO()
+np.save(_FILE, np.zeros((2, 3, 4), np.uint8))
+NPY = _FILE.getvalue()
+# Experts that are no .npy file of integers, or of other bytes than it says.
+UNREADABLE = [
+    base64.b64encode(file).decode()
+    for file in (
+        b"", b"\x93NUMPY\x01\x00v\x00", NPY.replace(b"|u1", b"|O8"), NPY.replace(b"False", b"True "),
+        NPY.replace(b"\x01\x00v", b"\x02\x00v"), NPY + b"\0", NPY[:-1], NPY.replace(b"(2, ", b"(9, "),
+        NPY.replace(b"(2, 3, 4)", b"(24,)    "), NPY.replace(b"|u1", b"<f4"), b" " + NPY,
+    )
+] + ["a", "é", "[" * 100000]  # fmt: skip
 WRONG: list[tuple[str, dict[str, Any]]] = [
     ("tools", {"tools": [{"type": "function"}]}), ("tools", {"tools": [{"type": "retrieval"}]}),
     ("tools", {"tools": [{"type": "function", "function": {"name": "a b"}}]}), ("tools", {"tools": "look"}),
@@ -191,6 +206,7 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("parallel_tool_calls", {"parallel_tool_calls": "no"}), ("functions", {"functions": [{"name": "f"}]}),
     ("function_call", {"function_call": "auto"}), ("modalities", {"modalities": ["text", "audio"]}),
     ("continue_final_message", {"continue_final_message": True, "add_generation_prompt": True}),
+    *(("force_routed_experts", {"force_routed_experts": given}) for given in UNREADABLE),
     ("routed_experts", {"routed_experts": True}), ("request_id", {"request_id": "a b"}),
     ("request_id", {"request_id": "x" * 129}), ("return_token_ids", {"return_token_ids": 1}),
     ("include_stop_str_in_output", {"include_stop_str_in_output": "yes"}),
