@@ -27,7 +27,7 @@ import torch
 from eaas.model.loader import load_spec, load_weights, resolve_model
 from eaas.model.tokenizer import Tokenizer
 from eaas.worker.decoder import BLOCK_TOKENS, Decoder
-from eaas.worker.scheduler import StepPlan
+from eaas.worker.plan import StepPlan
 from experts.checkpoint import Checkpoint
 from experts.devices import Device
 from experts.formats import experts_dtype

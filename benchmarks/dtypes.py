@@ -25,7 +25,7 @@ from benchmarks.report import record, spread
 from eaas.model.loader import load_spec, load_weights
 from eaas.ops.planner import Work
 from eaas.worker.decoder import Decoder
-from eaas.worker.scheduler import StepPlan
+from eaas.worker.plan import StepPlan
 from experts import native
 from experts.checkpoint import Checkpoint
 from experts.grouped import LAYOUTS, pack, sample

@@ -21,8 +21,8 @@ from eaas.model.loader import load_spec, load_weights
 from eaas.placement import Placement
 from eaas.worker.decoder import Decoder, ExpertBackend, client_backend
 from eaas.worker.engine import Engine, EngineConfig
+from eaas.worker.plan import StepPlan
 from eaas.worker.protocol import SamplingParams, Submit
-from eaas.worker.scheduler import StepPlan
 from experts.checkpoint import Checkpoint
 from experts.client import ExpertClient
 from experts.kernels import numerics_class

@@ -30,7 +30,7 @@ from eaas.model.families import spec_of, tensors_of
 from eaas.model.loader import load_spec, load_weights
 from eaas.model.spec import ModelSpec
 from eaas.native import SAMPLE_ROW
-from eaas.worker.scheduler import StepPlan
+from eaas.worker.plan import StepPlan
 from experts.checkpoint import Checkpoint
 from experts.gpu.weights import ExpertWeights
 from experts.model import ExpertShape

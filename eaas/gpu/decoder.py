@@ -43,8 +43,8 @@ from eaas.worker.decoder import (
     plan_arrays,
     rope_tables,
 )
+from eaas.worker.plan import StepPlan
 from eaas.worker.sample import DeviceSamples
-from eaas.worker.scheduler import StepPlan
 from experts.gpu.client import StepReport
 from experts.gpu.tiles import numerics_class
 from experts.model import Dtype

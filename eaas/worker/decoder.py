@@ -18,8 +18,8 @@ import numpy as np
 from eaas import native
 from eaas.model.families import tensors_of
 from eaas.model.spec import Latent, ModelSpec, Score
+from eaas.worker.plan import StepPlan
 from eaas.worker.sample import DeviceSamples
-from eaas.worker.scheduler import StepPlan
 from experts import native as experts_native
 from experts.model import Dtype
 

@@ -17,6 +17,7 @@ import numpy as np
 from eaas.worker.blocks import BlockPool
 from eaas.worker.constraint import Compiling, Grammars
 from eaas.worker.decoder import ExpertsLost
+from eaas.worker.plan import StepPlan
 from eaas.worker.protocol import (
     Failed,
     PromptLogprobs,
@@ -28,7 +29,7 @@ from eaas.worker.protocol import (
 )
 from eaas.worker.request import Refused, Request
 from eaas.worker.sample import DeviceSamples, Refusal, Samples, SlotSampler
-from eaas.worker.scheduler import Scheduler, SchedulerConfig, StepPlan
+from eaas.worker.scheduler import Scheduler, SchedulerConfig
 from eaas.worker.shares import reckoned_tokens
 from experts.routes import DROPPED
 

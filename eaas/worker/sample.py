@@ -17,8 +17,8 @@ import numpy as np
 
 from eaas import native
 from eaas.native import SAMPLE_ROW
+from eaas.worker.plan import StepPlan
 from eaas.worker.request import Chunk, Request
-from eaas.worker.scheduler import StepPlan
 
 
 class BadWords:

@@ -31,6 +31,7 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from eaas.worker.blocks import BlockPool, next_digest, root_digest
+from eaas.worker.plan import StepPlan, forced_rows
 from eaas.worker.request import Chunk, Flow, Refused, Request, TokenArray
 from eaas.worker.shares import Flows, has_room, reckoned_tokens
 from eaas.worker.speculate import Speculation
@@ -41,52 +42,6 @@ BACKGROUND_PART = 20
 BACKGROUND_BESIDE = 4
 # So many steps without a request that is not in the background, and those that are have the steps for themselves.
 QUIET_STEPS = 1000
-# In a plan's forced experts: the gate chooses.
-FREE = 0xFFFF
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepPlan:
-    """One step: n rows, of which m + k give logits: m to choose tokens by, k for log-probabilities of prompts.
-
-    What the engine computes by, from the scheduler to the decoder. A decoder needs the first seven alone.
-
-    Args:
-        token_ids: int32 [n].
-        positions: int32 [n], from 0; rows of one sequence are in ascending order.
-        seqs: int32 [n], row -> row of `block_tables`.
-        block_tables: int32 [sequences, blocks]: cache block of positions b * block_tokens and on; what no row needs
-            may hold anything. A view, valid for this step.
-        logits_rows: int32 [m + k], indexes into the n rows.
-        drop: uint8 [n] of experts.routes.KEEP or MAY_DROP; the step writes DROPPED where an expert's term was left
-            out. None: nothing may be.
-        routed: Note which experts the gates choose for the rows, for `Decoder.routing`.
-        forced: uint16 [n, layers, top_k]: experts that a row has in place of the gates' choice; FREE: it has none.
-            None: no row has any.
-        requests: The m requests, in the order of `logits_rows`; valid for this step.
-        prompt_logprobs: Tokens of prompts that the k rows are for, in their order.
-        begun: Requests none of whose rows were computed since they came, or were preempted, until this step.
-        ahead: int64 [m]: how many drafts of its request each of the m rows comes after; one that has drafts is in
-            `requests` once more for each. None: no row does.
-    """
-
-    token_ids: TokenArray
-    positions: TokenArray
-    seqs: TokenArray
-    block_tables: TokenArray
-    logits_rows: TokenArray
-    drop: NDArray[np.uint8] | None = None
-    routed: bool = False
-    forced: NDArray[np.uint16] | None = None
-    requests: Sequence[Request] = ()
-    prompt_logprobs: Sequence[Chunk] = ()
-    begun: Sequence[Request] = ()
-    ahead: NDArray[np.int64] | None = None
-
-    @property
-    def slots(self) -> TokenArray:
-        """int32 [m]: the slots of `requests`."""
-        return self.seqs[self.logits_rows[: len(self.requests)]]
 
 
 class Emitted(NamedTuple):
@@ -330,7 +285,7 @@ class Scheduler:
                 requests=decoding,
                 drop=self._droppable(slots),
                 routed=self._routed > 0,
-                forced=self._forced_of(slots, positions),
+                forced=forced_rows(self._forced, slots, positions),
             )
         return self._mixed(decoding, slots, chunks)
 
@@ -660,7 +615,7 @@ class Scheduler:
             prompt_logprobs=scored,
             begun=self._begun,
             routed=self._routed > 0,
-            forced=self._forced_of(seqs, positions),
+            forced=forced_rows(self._forced, seqs, positions),
         )
 
     def _with_drafts(self, decoding: list[Request], slots: TokenArray) -> StepPlan:
@@ -681,7 +636,7 @@ class Scheduler:
             requests=[request for request in decoding for _ in range(1 + len(request.drafts))],
             drop=self._droppable(seqs),
             routed=self._routed > 0,
-            forced=self._forced_of(seqs, positions),
+            forced=forced_rows(self._forced, seqs, positions),
             ahead=ahead,
         )
 
@@ -722,16 +677,6 @@ class Scheduler:
 
     def _droppable(self, seqs: TokenArray) -> NDArray[np.uint8] | None:
         return self._may_drop[seqs] if self._droppers else None
-
-    def _forced_of(self, seqs: TokenArray, positions: TokenArray) -> NDArray[np.uint16] | None:
-        rows: NDArray[np.uint16] | None = None
-        for slot, experts in self._forced.items():
-            those = np.flatnonzero((seqs == slot) & (positions < len(experts)))
-            if len(those):
-                if rows is None:
-                    rows = np.full((len(seqs), *experts.shape[1:]), FREE, np.uint16)
-                rows[those] = experts[positions[those]]
-        return rows
 
     def _emit(self, request: Request, token: int, row: int) -> Emitted:
         output = request.output

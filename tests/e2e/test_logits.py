@@ -16,7 +16,7 @@ from benchmarks.engines.gate_tap import EXPERT_CALL
 from benchmarks.make_model import make_model
 from eaas.model.loader import load_spec, load_weights, resolve_model
 from eaas.worker.decoder import Decoder, ExpertBackend
-from eaas.worker.scheduler import StepPlan
+from eaas.worker.plan import StepPlan
 from experts.checkpoint import Checkpoint
 from experts.model import Dtype, ExpertShape
 from tests.e2e.pool import BLOCK_TOKENS, CORES, local_experts, pool_of

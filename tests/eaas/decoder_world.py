@@ -11,7 +11,7 @@ import numpy as np
 from eaas.model.families import tensors_of
 from eaas.model.spec import Latent, ModelSpec, MoeSpec, QkNorm, Rope, Score
 from eaas.worker.decoder import Decoder
-from eaas.worker.scheduler import StepPlan
+from eaas.worker.plan import StepPlan
 from experts.model import Dtype
 from tests.eaas.local_experts import LocalExperts
 from tests.eaas.reference import ReferenceDecoder

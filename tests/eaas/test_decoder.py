@@ -20,9 +20,9 @@ from eaas.worker.decoder import (
     PlanInvalid,
     WeightsInvalid,
 )
+from eaas.worker.plan import StepPlan
 from eaas.worker.protocol import SamplingParams
 from eaas.worker.sample import SlotSampler
-from eaas.worker.scheduler import StepPlan
 from experts import native as experts_native
 from experts.model import Dtype
 from tests.eaas.decoder_world import VARIANTS, World, spec_of, tokens_of

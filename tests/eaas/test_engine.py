@@ -11,10 +11,10 @@ import pytest
 
 from eaas.worker.decoder import ExpertsLost
 from eaas.worker.engine import Engine, EngineConfig
+from eaas.worker.plan import StepPlan
 from eaas.worker.protocol import Failed, SamplingParams, Submit, Token
 from eaas.worker.request import Request
 from eaas.worker.runs import Runs
-from eaas.worker.scheduler import StepPlan
 from tests.eaas.fake_decoder import BLOCK_TOKENS, VOCAB, FakeDecoder, Watched, expected_output
 
 MAX_MODEL_LEN = 128

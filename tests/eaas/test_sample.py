@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from eaas.worker.plan import StepPlan
 from eaas.worker.protocol import SamplingParams
 from eaas.worker.request import Chunk, Request
 from eaas.worker.sample import DeviceSamples, Refusal, Samples, SlotSampler, bits_of
-from eaas.worker.scheduler import StepPlan
 from tests.eaas.sampling import Sampler, SamplingRow
 
 VOCAB = 50

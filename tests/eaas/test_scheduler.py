@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eaas.worker.blocks import BlockPool
+from eaas.worker.plan import StepPlan
 from eaas.worker.protocol import SamplingParams
 from eaas.worker.request import Refused, Request
-from eaas.worker.scheduler import Scheduler, SchedulerConfig, StepPlan
+from eaas.worker.scheduler import Scheduler, SchedulerConfig
 from tests.eaas.fake_decoder import BLOCK_TOKENS, FakeDecoder, expected_output, problems
 
 

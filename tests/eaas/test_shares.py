@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from eaas.worker.blocks import BlockPool
+from eaas.worker.plan import StepPlan
 from eaas.worker.protocol import SamplingParams, Share
 from eaas.worker.request import Refused, Request
-from eaas.worker.scheduler import QUIET_STEPS, Scheduler, SchedulerConfig, StepPlan
+from eaas.worker.scheduler import QUIET_STEPS, Scheduler, SchedulerConfig
 from tests.eaas.fake_decoder import BLOCK_TOKENS, FakeDecoder, expected_output
 
 

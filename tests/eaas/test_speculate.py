@@ -18,9 +18,9 @@ from eaas.worker.constraint import Constraint, Grammars
 from eaas.worker.decoder import ExpertsLost
 from eaas.worker.engine import Engine, EngineConfig
 from eaas.worker.grammar import Grammar, of_schema
+from eaas.worker.plan import StepPlan
 from eaas.worker.protocol import SamplingParams, Submit, Token
 from eaas.worker.request import Request
-from eaas.worker.scheduler import StepPlan
 from eaas.worker.speculate import ALIKE, COPIED, GRAM, LONG, Lookup, Speculation
 from router.options import OptionsInvalid
 from tests.eaas import decoder_world

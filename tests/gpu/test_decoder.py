@@ -22,9 +22,9 @@ from eaas.model.spec import ModelSpec, MoeSpec, QkNorm, Rope, Score
 from eaas.native import SAMPLE_ROW
 from eaas.worker.decoder import DecoderError, ExpertsLost, PlanInvalid, WeightsInvalid
 from eaas.worker.engine import Engine, EngineConfig
+from eaas.worker.plan import StepPlan
 from eaas.worker.protocol import SamplingParams, Submit, Token
 from eaas.worker.sample import DeviceSamples
-from eaas.worker.scheduler import StepPlan
 from experts.checkpoint import Checkpoint
 from experts.gpu.client import StepReport
 from experts.gpu.weights import ExpertWeights

@@ -17,7 +17,7 @@ import pytest
 
 from eaas.placement import Stopped
 from eaas.worker.__main__ import warm
-from eaas.worker.scheduler import StepPlan
+from eaas.worker.plan import StepPlan
 from tests.gpu.device import fresh_seed
 from tests.gpu.recorder import apart
 
