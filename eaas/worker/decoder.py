@@ -197,8 +197,8 @@ class Decoder:
         self._library = native.load()
         self._logits = np.empty((0, spec.vocab), dtype=np.float32)
         # Costs memory where it was written alone.
-        places = (kv_blocks, block_tokens, len(spec.moe_layers), spec.moe.top_k)
-        self._routed = np.zeros(places, dtype=np.uint16)
+        places = kv_blocks * block_tokens
+        self._routed = np.zeros((places, len(spec.moe_layers), spec.moe.top_k), dtype=np.uint16)
         backend = experts if isinstance(experts, ExpertBackend) else client_backend(experts)
         self._missing = backend.missing
         self._handle = self._new(backend, cores)
@@ -320,21 +320,16 @@ class Decoder:
         """MoE layers, experts chosen in each, and experts to choose from."""
         return len(self.spec.moe_layers), self.spec.moe.top_k, self.spec.moe.experts
 
-    def routing(self, blocks: Sequence[int], start: int, stop: int) -> np.ndarray:
-        """The experts that the gates chose for positions `start` to `stop` - 1 of a sequence.
-
-        All of these were computed in steps that noted them.
+    def routing(self, places: Sequence[int]) -> np.ndarray:
+        """The experts that the gates chose for cached positions, which were computed in steps that noted them.
 
         Args:
-            blocks: The sequence's cache blocks, from its first.
+            places: Block times positions of a block, and the position in it.
 
         Returns:
-            uint16 [stop - start, MoE layers, top_k], the highest score first.
+            uint16 [places, MoE layers, top_k], the highest score first.
         """
-        size = self.block_tokens
-        first = start // size
-        held = self._routed[np.array(blocks[first : -(-stop // size)], dtype=np.int64)]
-        return held.reshape(-1, *held.shape[2:])[start - first * size : stop - first * size]
+        return self._routed[np.array(places, dtype=np.int64)]
 
     def trace(self, stamps: np.ndarray | None, counts: np.ndarray | None) -> None:
         """Have the lanes stamp their phases from the next step on, or no longer; see `benchmarks.step_trace`.

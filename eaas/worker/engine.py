@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol, runtime_checkable
 
@@ -79,8 +79,8 @@ class RoutingDecoder(Protocol):
         """MoE layers, experts chosen in each, and experts to choose from."""
         ...
 
-    def routing(self, blocks: Sequence[int], start: int, stop: int) -> np.ndarray:
-        """uint16 [stop - start, layers, top_k]."""
+    def routing(self, places: Sequence[int]) -> np.ndarray:
+        """uint16 [places, layers, top_k]."""
         ...
 
 
@@ -138,6 +138,7 @@ class Engine:
         self.busy_s = 0.0
         self._decoder = decoder
         self._by_token = decoder if isinstance(decoder, TokenDecoder) else None
+        self._by_experts = decoder if isinstance(decoder, RoutingDecoder) else None
         self._clock = clock
         # Since when no step has succeeded for want of experts; None while all is well.
         self._lost_since_s: float | None = None
@@ -373,7 +374,7 @@ class Engine:
                 samples.tokens[row] = -1
         by_owner = outcome.tokens
         # Those of a request that ends are free by then, and as they were until the next step.
-        blocks = {request: request.blocks for request in requests if request.params.wants_routing}
+        blocks = {r: r.blocks for r in requests if r.params.wants_routing} if plan.routed else {}
         for request, number, token, finish, row in self.scheduler.complete(samples.tokens):
             if row in samples.refused:
                 refused[request] = samples.refused[row]
@@ -394,10 +395,10 @@ class Engine:
                 by_owner[request.owner] = [made]
             else:
                 tokens.append(made)
-            if request in blocks:
-                self._tell_routing(request, blocks[request], outcome)
             if request.dropped:
                 outcome.dropped.setdefault(request.owner, []).append((request.id, request.attempt))
+        if self._by_experts is not None and blocks:
+            self._tell_routing(self._by_experts, blocks, outcome)
         for request, (reason, asked) in refused.items():
             self.scheduler.cancel(request.owner, request.id)
             log.error("choice_failed id=%s reason=%s", request.id, reason)
@@ -405,16 +406,27 @@ class Engine:
             _fail(outcome, [request], code, f"No token could be chosen: {reason}.", retryable=False)
         return outcome
 
-    def _tell_routing(self, request: Request, blocks: Sequence[int], outcome: Outcome) -> None:
-        """Hand out the experts of the tokens computed since the last time: of all but the one just chosen."""
-        start, stop = request.routed, request.length - 1
-        if stop <= start or not isinstance(self._decoder, RoutingDecoder):
-            return
-        layers, top_k, experts = self._decoder.routing_shape
-        found = self._decoder.routing(blocks, start, stop).astype("u1" if experts <= 256 else "<u2")
-        request.routed = stop
-        piece = RoutedExperts(request.id, request.attempt, start, stop, layers, top_k, found.tobytes())
-        outcome.routed.setdefault(request.owner, []).append(piece)
+    def _tell_routing(
+        self, decoder: RoutingDecoder, blocks: Mapping[Request, Sequence[int]], outcome: Outcome
+    ) -> None:
+        """Hand out the experts of the tokens computed since the last time: of all but each request's last."""
+        size, told = self.config.block_tokens, [r for r in blocks if r.length - 1 > r.routed]
+        places = [
+            blocks[request][at // size] * size + at % size
+            for request in told
+            for at in range(request.routed, request.length - 1)
+        ]
+        layers, top_k, experts = decoder.routing_shape
+        found = decoder.routing(places).astype("u1" if experts <= 256 else "<u2").tobytes() if places else b""
+        each, begin = len(found) // max(1, len(places)), 0
+        for request in told:
+            start, request.routed = request.routed, request.length - 1
+            end = begin + (request.routed - start) * each
+            piece = RoutedExperts(
+                request.id, request.attempt, start, request.routed, layers, top_k, found[begin:end]
+            )
+            outcome.routed.setdefault(request.owner, []).append(piece)
+            begin = end
 
     def _tell_prompts(
         self, plan: StepPlan, samples: Samples, outcome: Outcome, refused: dict[Request, Refusal]
@@ -506,12 +518,12 @@ class Engine:
     def _check_routing(self, request: Request) -> None:
         if not request.params.wants_routing:
             return
-        if not isinstance(self._decoder, RoutingDecoder):
+        if self._by_experts is None:
             raise Refused(
                 "bad_request",
                 "The decoder of this worker does not tell which experts it chose; the native one does.",
             )
-        layers, top_k, _ = self._decoder.routing_shape
+        layers, top_k, _ = self._by_experts.routing_shape
         told = (len(request.prompt) - request.params.routed_from) * layers * top_k
         if told > MOST_ROUTED:
             raise Refused(
@@ -523,12 +535,12 @@ class Engine:
     def _forced(self, params: SamplingParams) -> np.ndarray | None:
         if params.forced is None:
             return None
-        if not isinstance(self._decoder, RoutingDecoder):
+        if self._by_experts is None:
             raise Refused(
                 "bad_request",
                 "The decoder of this worker cannot take experts that are given; the native one can.",
             )
-        found, (layers, top_k, experts) = params.forced, self._decoder.routing_shape
+        found, (layers, top_k, experts) = params.forced, self._by_experts.routing_shape
         if (
             not layers
             or (found.layers, found.top_k) != (layers, top_k)
