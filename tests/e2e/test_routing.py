@@ -22,7 +22,15 @@ from transformers import AutoModelForCausalLM
 from benchmarks.make_model import make_model
 from eaas.cluster.config import ClusterConfig
 from eaas.cluster.local import LocalCluster
+from eaas.gateway.text import RoutedExpertsLog
+from eaas.model.loader import load_spec, load_weights
+from eaas.worker.decoder import Decoder
+from eaas.worker.engine import Engine, EngineConfig
+from eaas.worker.protocol import ForcedExperts, SamplingParams, Submit
+from experts.checkpoint import Checkpoint
+from experts.model import Dtype
 from tests.e2e.test_logits import watch_gates
+from tests.eaas.local_experts import LocalExperts
 
 pytestmark = pytest.mark.full(seconds=10)
 
@@ -193,6 +201,89 @@ def test_a_worker_that_is_killed_meanwhile_computes_with_them_again(cluster: Loc
     os.kill(pid, signal.SIGKILL)
     asking.join(60)
     assert found[0] == calm | {"prompt_token_ids": found[0]["prompt_token_ids"]}
+
+
+class Alone:
+    """An engine in this process, two requests at a time; what it tells is kept as the gateway keeps it."""
+
+    def __init__(
+        self, model: Path, prompts: list[list[int]], *, step_tokens: int, reuse: bool = False
+    ) -> None:
+        checkpoint = Checkpoint.open(model)
+        spec = load_spec(checkpoint)
+        self.experts = LocalExperts.load(checkpoint, Dtype.FLOAT32, lanes=1, max_rows=step_tokens)
+        weights = load_weights(checkpoint, spec)
+        decoder = Decoder(
+            spec,
+            weights,
+            self.experts.backend,
+            (-1,),
+            kv_blocks=24,
+            max_rows=step_tokens,
+            dtype=Dtype.FLOAT32,
+        )
+        config = EngineConfig(
+            max_model_len=256, step_tokens=step_tokens, kv_blocks=24, vocab=spec.vocab, prefix_reuse=reuse
+        )
+        self.engine, self.prompts = Engine(decoder, config), prompts
+
+    def run(self, forced: np.ndarray | None = None, preempt_every: int = 0) -> list[dict[str, Any]]:
+        """Choices as `ask` gives them."""
+        given = None
+        if forced is not None:
+            given = ForcedExperts(*forced.shape[1:], forced.astype("<u2").tobytes())
+        logs = [RoutedExpertsLog(0) for _ in self.prompts]
+        tokens: list[list[int]] = [[] for _ in self.prompts]
+        params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True, routed_from=0, forced=given)
+        for number, prompt in enumerate(self.prompts):
+            message = Submit(id=str(number), attempt=1, prompt=prompt, output=[], params=params)
+            assert self.engine.submit(message) is None
+        steps = 0
+        while (outcome := self.engine.step()) is not None:
+            assert not outcome.failed
+            for piece in outcome.routed.get(0, []):
+                logs[int(piece.id)].take(piece)
+            for token in outcome.tokens.get(0, []):
+                tokens[int(token.id)].append(token.token)
+            steps += 1
+            if preempt_every and steps % preempt_every == 0:
+                self.engine.scheduler.preempt_youngest()
+        return [
+            {"prompt_token_ids": prompt, "token_ids": made, "routed_experts": log.encoded()}
+            for prompt, made, log in zip(self.prompts, tokens, logs, strict=True)
+        ]
+
+
+def two_prompts(seed: int) -> list[list[int]]:
+    """With 40 tokens in common."""
+    rng = np.random.default_rng(seed)
+    common = rng.integers(0, 512, 40).tolist()
+    return [common + rng.integers(0, 512, more).tolist() for more in (21, 9)]
+
+
+@pytest.mark.parametrize("reuse", [True, False])
+def test_at_every_chunk_boundary(model: Path, peer: Any, reuse: bool) -> None:
+    seed = time.time_ns()
+    prompts, forced = two_prompts(seed), drawn(peer, 70, seed)
+    for step_tokens in range(2, len(prompts[0]) + 2):
+        alone = Alone(model, prompts, step_tokens=step_tokens, reuse=reuse)
+        for choice in alone.run():
+            check(peer, choice)
+        for choice in alone.run(forced):
+            check_forced(peer, choice, forced, seed)
+
+
+@pytest.mark.parametrize("preempt_every", [1, 3, 7])
+def test_after_preemption(model: Path, peer: Any, preempt_every: int) -> None:
+    seed = time.time_ns()
+    prompts, forced = two_prompts(seed), drawn(peer, 70, seed)
+    for reuse in (True, False):
+        alone = Alone(model, prompts, step_tokens=128, reuse=reuse)
+        for choice in alone.run(preempt_every=preempt_every):
+            check(peer, choice)
+        for choice in alone.run(forced, preempt_every=preempt_every):
+            check_forced(peer, choice, forced, seed)
+        assert alone.engine.scheduler.preemptions > 2
 
 
 def test_experts_that_the_model_has_not_are_refused(cluster: LocalCluster, peer: Any) -> None:
