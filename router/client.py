@@ -20,7 +20,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, TypeAlias
 
 import grpc
 import numpy as np
@@ -61,6 +61,9 @@ _REFUSALS = (
 )
 
 
+_Outbox: TypeAlias = "SimpleQueue[pb.RenewRequest | None]"
+
+
 class RouterClient:
     """One process's connection to the router. Every method may be called from any thread."""
 
@@ -86,7 +89,8 @@ class RouterClient:
         self._acked = 0
         self._salts: list[tuple[int, int]] = []  # of the terms whose Views were seen, with the first epoch
         self._pool = ""
-        self._told_salt = 0  # of the term that knows what this expert server holds
+        # Of the term that knows what this expert server holds, and of the term that answered last.
+        self._told_salt = self._heard_salt = 0
         self._held: tuple[bytes, int] = (b"", 0)
         # This member as the newest View has it, and the epoch of the first that had it so.
         self._own: tuple[Member | None, int] = (None, 0)
@@ -95,9 +99,11 @@ class RouterClient:
         # metrics needs it.
         self._routed: tuple[NDArray[np.uint32], NDArray[np.uint32]] | None = None
         self._totals: tuple[Totals, ...] = ()
-        # Renewals for the stream that carries them, and what the router answered.
-        self._outbox: SimpleQueue[pb.RenewRequest | None] | None = None
-        self._replies: deque[pb.RenewReply] = deque()
+        # The stream of renewals, what it is to carry, and what the router answered, on which stream.
+        self._renewing: grpc.Call | None = None
+        self._outbox: _Outbox | None = None
+        self._replies: deque[tuple[_Outbox | None, pb.RenewReply]] = deque()
+        self._joined = threading.Event()
         self._watching: grpc.Call | None = None
         self._spoke_s = boot_s()
         self._threads: list[threading.Thread] = []
@@ -192,7 +198,7 @@ class RouterClient:
             self._acked = 0
             self._salts = []
             self._pool = pool
-            self._told_salt = reply.salt
+            self._told_salt = self._heard_salt = reply.salt
             self._held = (b"", 0)
             self._loaded = None
             # Nothing of it is to be said under another name.
@@ -202,6 +208,7 @@ class RouterClient:
             self._spoke_s = sent_s
             self._identity = from_message(Identity, reply)
             identity, watching = self._identity, self._watching
+        self._joined.set()
         self._wake.set()
         if watching is not None:
             # The View with this member in it may have come before the reply, and nothing more may change: a new
@@ -263,7 +270,7 @@ class RouterClient:
             if held == self._held[0] and self._own[1] <= self._held[1]:
                 return  # The router changed nothing of this member since that was said.
             self._held = (held, epoch)
-            self._loaded = (self._identity, held, epoch, self._told_salt)
+            self._loaded = (self._identity, held, epoch, self._heard_salt)
         self._wake.set()
 
     def routed(self, rows: NDArray[np.uint32], activated: NDArray[np.uint32]) -> None:
@@ -387,6 +394,7 @@ class RouterClient:
     def close(self) -> None:
         """Stop the threads and the connection, without leaving. Idempotent."""
         self._connection.close()
+        self._joined.set()
         self._wake.set()
         for thread in self._threads:
             if thread is not threading.current_thread():
@@ -402,8 +410,9 @@ class RouterClient:
                 self._wake.clear()
                 continue
             self._wake.clear()
-            while self._replies:
-                self._take_reply(identity, self._replies.popleft())
+            self._take_replies(identity)
+            if boot_s() - self._spoke_s >= identity.lease_s:
+                self._ask_again(identity)
             if self._fenced or self._identity is not identity:
                 continue
             began_s = boot_s()
@@ -427,17 +436,38 @@ class RouterClient:
                 if self._closed.is_set():
                     return
                 raise
-            # A refused or unanswered attempt counts too: only this process's own silence ends its lease.
-            self._spoke_s = boot_s()
+            # A refused or unanswered attempt counts too: only this process's own silence ends its lease. From when it
+            # began: it may have been silent since.
+            self._spoke_s = began_s
             if not self._fenced:
-                self._wake.wait(max(0.0, wait_s - (self._spoke_s - began_s)))
+                self._wake.wait(max(0.0, wait_s - (boot_s() - began_s)))
 
-    def _renew(self, identity: Identity) -> None:
+    def _ask_again(self, identity: Identity) -> None:
+        """After a silence, wait until the router has said whether this is still a member; for half a lease at most."""
+        end_s, asked = boot_s() + identity.lease_s / 2, None
+        # What the stream of before carries may have been said before the silence.
+        if self._renewing is not None:
+            self._renewing.cancel()
+        before = self._outbox
+        while not self._closed.is_set() and (left_s := end_s - boot_s()) > 0:
+            self._wake.clear()
+            if asked is not None and self._take_replies(identity) is asked:
+                return
+            if self._fenced or self._identity is not identity:
+                return
+            if self._outbox is not before:
+                asked = before = self._renew(identity)
+            self._wake.wait(left_s)
+
+    def _renew(self, identity: Identity) -> _Outbox | None:
+        """Say that this member goes on; returns where that was put, or None: nothing was said."""
         # Before the rest is taken: whoever is asked for its load may count something more.
         load = self._present_load()
         outbox = self._outbox
         if outbox is None or not outbox.empty():
-            return  # There is no stream, or it takes nothing now; what is left of the lease is for another.
+            return (
+                None  # There is no stream, or it takes nothing now; what is left of the lease is for another.
+            )
         with self._lock:
             acked, seen = self._acked, self._view.epoch if self._view is not None else 0
             salt = next((salt for first, salt in reversed(self._salts) if first <= acked), 0)
@@ -455,6 +485,15 @@ class RouterClient:
         if routed is not None:
             request.rows, request.activated = (part.astype("<u4").tobytes() for part in routed)
         outbox.put(request)
+        return outbox
+
+    def _take_replies(self, identity: Identity) -> _Outbox | None:
+        """Returns on which stream the last of them came; None: there was none."""
+        outbox = None
+        while self._replies:
+            outbox, reply = self._replies.popleft()
+            self._take_reply(identity, reply)
+        return outbox
 
     def _take_reply(self, identity: Identity, reply: pb.RenewReply) -> None:
         if reply.incarnation != identity.incarnation:
@@ -465,22 +504,25 @@ class RouterClient:
             )
             return
         with self._lock:
+            self._heard_salt = reply.salt
             if self._pool == EXPERT and reply.salt != self._told_salt and self._identity is identity:
                 # A new term: it must hear what is held here, whatever its journal says.
                 self._loaded = (identity, *self._held, reply.salt)
 
     def _hear(self) -> None:
+        # Who never joins has nothing to renew, and may not be allowed to.
+        self._joined.wait()
         for reply in self._connection.stream(self._open_renewals):
-            self._replies.append(reply)
+            self._replies.append((self._outbox, reply))
             self._wake.set()
 
     def _open_renewals(self) -> Any:
-        outbox: SimpleQueue[pb.RenewRequest | None] = SimpleQueue()
+        outbox: _Outbox = SimpleQueue()
         # gRPC takes what is to be sent on a thread of its own, which must not outlive the stream.
         stream = self._stub.Renew(iter(outbox.get, None))
         if not stream.add_callback(lambda: outbox.put(None)):
             outbox.put(None)
-        self._outbox = outbox
+        self._renewing, self._outbox = stream, outbox
         self._wake.set()
         return stream
 
@@ -515,7 +557,9 @@ class RouterClient:
             log.info("loaded_report_stale name=%s epoch=%d", identity.name, epoch)
         with self._lock:
             if self._loaded is loaded:
-                self._loaded = None
+                # It is for the term that has begun meanwhile.
+                again = reply.stale and self._heard_salt != salt
+                self._loaded = (identity, *self._held, self._heard_salt) if again else None
             began = salt != self._told_salt and not reply.fenced
             self._told_salt = salt if began else self._told_salt
             watching = self._watching

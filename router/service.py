@@ -392,12 +392,12 @@ class RouterService(rpc.RouterServicer):
 
     def _renew(self, request: pb.RenewRequest) -> pb.RenewReply:
         if _first(events.UnknownMember, self.apply(renewed_of(request))):
-            gone = next((g for g in self._state.gone if g.incarnation == request.incarnation), None)
-            reason = gone.reason if gone else ""
-            ordered = reason in ORDERLY
-            return pb.RenewReply(incarnation=request.incarnation, fenced=True, drained=ordered, reason=reason)
+            return self._gone(request.incarnation)
         name, incarnation = request.name, request.incarnation
-        known = self._state.liveness[name]
+        known = self._state.liveness.get(name)
+        if known is None:
+            # It was only waited for, and has drained.
+            return self._gone(incarnation)
         if request.acked != known.acked or known.journaled:
             acked = events.Acked(name=name, incarnation=incarnation, epoch=request.acked, salt=request.salt)
             self.apply(acked)
@@ -405,8 +405,14 @@ class RouterService(rpc.RouterServicer):
             self.apply(routed)
             self.counts.add_rows(self._state, routed)
         if request.totals:
-            self.counts.add_totals(request.name, partial(totals_of, request))
+            # They are read when somebody looks; what else the renewal says is not kept.
+            self.counts.add_totals(request.name, partial(totals_of, pb.RenewRequest(totals=request.totals)))
         return pb.RenewReply(incarnation=request.incarnation, salt=self._state.salt)
+
+    def _gone(self, incarnation: int) -> pb.RenewReply:
+        gone = next((each for each in self._state.gone if each.incarnation == incarnation), None)
+        reason = gone.reason if gone else ""
+        return pb.RenewReply(incarnation=incarnation, fenced=True, drained=reason in ORDERLY, reason=reason)
 
     async def Watch(self, request: pb.WatchRequest, context: Context) -> AsyncIterator[pb.View | bytes]:
         del context

@@ -89,12 +89,15 @@ def test_a_member_cut_off_from_the_router_alone_goes_on_until_it_hears_that_it_w
         witness.close()
 
 
+@pytest.mark.parametrize("hears", [True, False])
 def test_a_member_that_slept_past_its_lease_answers_nothing_until_the_router_has_spoken(
-    router: RouterProcess, monkeypatch: pytest.MonkeyPatch
+    router: RouterProcess, monkeypatch: pytest.MonkeyPatch, hears: bool
 ) -> None:
+    """A router that it does not hear has half a lease for that: it may be away."""
     slept_s, asleep, woken = [0.0], threading.Event(), threading.Event()
     monkeypatch.setattr(router_client, "boot_s", lambda: boot_s() + slept_s[0])
-    member = RouterClient(router.address)
+    relay = Relay(router.port)
+    member = RouterClient(relay.address)
     fenced: list[str] = []
 
     def load() -> dict[str, float]:
@@ -112,11 +115,19 @@ def test_a_member_that_slept_past_its_lease_answers_nothing_until_the_router_has
         until(lambda: not witness.status().view.pool("expert"))
         slept_s[0] = 3600.0
         assert not member.lease_held(), "it answers although an hour has passed unseen"
+        if not hears:
+            relay.cut()
+        woke_s = boot_s()
         woken.set()
-        until(lambda: fenced)
+        until(lambda: fenced or member.lease_held())
+        if not hears:
+            assert not fenced and boot_s() - woke_s >= 0.3, "it answers though nobody has told it that it may"
+            relay.heal()
+            until(lambda: fenced)
         assert not member.lease_held()
         assert member.fenced, "it goes on under a name that the router has given up"
     finally:
         woken.set()
+        relay.close()
         member.close()
         witness.close()
