@@ -141,7 +141,9 @@ async def work_of(gateway: Gateway, prepare: Prepare, asked: Any, share: Share, 
     settle_logprobs(wanted, vocab=gateway.model.vocab, most=config.max_logprobs)
     context = _context(gateway)
     limits = [token_limit(wanted, len(prompt), context) for prompt in prompts]
-    params = sampling_params(wanted, min(limits), gateway.model.vocab, bad_tokens)
+    params = sampling_params(wanted, len(prompts[0]), min(limits), gateway.model.vocab, bad_tokens)
+    # It may be megabytes, which the parameters have.
+    wanted.force_routed_experts = None
     _refuse_too_much(wanted, prompts, limits, params)
     if prepared.grammar is not None:
         if params.ignore_eos:
@@ -194,9 +196,10 @@ def _refuse_too_much(
             f"{MOST_SCORES} are told at once. Lower '{limit}', or ask for a stream or for fewer.",
             param=limit,
         )
-    if params.forced is not None and len(prompts) > 1:
+    if params.forced is not None and wanted.choices * len(prompts) > 1:
         raise invalid(
-            f"{len(prompts)} prompts were given; the experts that are forced are those of one. Send each by itself.",
+            f"{wanted.choices * len(prompts)} choices were asked for; the experts that are forced are those of one. "
+            "Ask for each by itself.",
             param="force_routed_experts",
         )
     tokens = prompt_tokens + output_tokens

@@ -80,12 +80,17 @@ def settle_logprobs(wanted: ChatRequest | CompletionRequest, *, vocab: int, most
 
 
 def sampling_params(
-    wanted: ChatRequest | CompletionRequest, limit: int, vocab: int, bad_tokens: tuple[tuple[int, ...], ...]
+    wanted: ChatRequest | CompletionRequest,
+    prompt: int,
+    limit: int,
+    vocab: int,
+    bad_tokens: tuple[tuple[int, ...], ...],
 ) -> SamplingParams:
     """The engine's parameters, with the seed 0 where the client gave none: each prompt then has one drawn for it,
     so that a replay repeats its draws.
 
     Args:
+        prompt: Tokens in the first prompt.
         limit: Tokens that a choice may generate.
         vocab: Token ids are below it.
         bad_tokens: Sequences that are not in the output.
@@ -121,13 +126,13 @@ def sampling_params(
         allowed_token_ids=allowed,
         bad_tokens=bad_tokens,
         prompt_logprobs=max(wanted.prompt_count, wanted.echo_count),
-        forced=_forced(wanted.force_routed_experts),
+        forced=_forced(wanted.force_routed_experts, prompt + limit),
         routed_from=(wanted.routed_experts_prompt_start or 0) if wanted.return_routed_experts else -1,
         **given,
     )
 
 
-def _forced(given: str | None) -> ForcedExperts | None:
+def _forced(given: str | None, most: int) -> ForcedExperts | None:
     if given is None:
         return None
     try:
@@ -138,10 +143,12 @@ def _forced(given: str | None) -> ForcedExperts | None:
     if header is None:
         raise _unreadable("is no .npy file of version 1.0, in C order, of integers with three dimensions")
     kind, (tokens, layers, top_k) = np.dtype(header[1].decode()), map(int, header.groups()[1:])
-    wanted, held = tokens * layers * top_k * kind.itemsize, len(file) - header.end()
-    if held != wanted:
-        raise _unreadable(f"has {held} bytes of experts where its header says {wanted}")
-    experts = np.frombuffer(file, kind, offset=header.end())
+    wanted, found = tokens * layers * top_k * kind.itemsize, len(file) - header.end()
+    if found != wanted:
+        raise _unreadable(f"has {found} bytes of experts where its header says {wanted}")
+    # Of tokens that there can be.
+    held = file[header.end() :][: most * layers * top_k * kind.itemsize]
+    experts = np.frombuffer(held, kind)
     # No model has more experts; a worker refuses them.
     told = np.where((experts < 0) | (experts > _NO_EXPERT), _NO_EXPERT, experts)
     return ForcedExperts(layers, top_k, told.astype("<u2").tobytes())

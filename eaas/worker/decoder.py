@@ -311,7 +311,7 @@ class Decoder:
             raise PlanInvalid(
                 f"forced is {forced.dtype} {list(forced.shape)}; contiguous uint16 {[rows, layers, top_k]} is needed."
             )
-        if np.any((forced >= experts) & (forced != native.DECODER_FREE)):
+        if np.any((forced >= experts) & (forced[..., :1] != native.DECODER_FREE)):
             raise PlanInvalid(f"An expert of {experts} or more is forced; there are {experts}.")
         return forced
 

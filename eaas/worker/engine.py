@@ -14,7 +14,7 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from eaas.worker.blocks import BlockPool
+from eaas.worker.blocks import BlockPool, next_digest
 from eaas.worker.constraint import Compiling, Grammars
 from eaas.worker.decoder import ExpertsLost
 from eaas.worker.plan import StepPlan
@@ -22,7 +22,6 @@ from eaas.worker.protocol import (
     Failed,
     PromptLogprobs,
     RoutedExperts,
-    SamplingParams,
     Submit,
     Token,
     WorkerLoad,
@@ -235,7 +234,7 @@ class Engine:
         try:
             self._check_vocabulary(request)
             self._check_routing(request)
-            request.forced = self._forced(request.params)
+            request.forced = self._forced(request)
             if request.params.grammar is None:
                 self.scheduler.add(request)
             else:
@@ -375,6 +374,7 @@ class Engine:
         by_owner = outcome.tokens
         # Those of a request that ends are free by then, and as they were until the next step.
         blocks = {r: r.blocks for r in requests if r.params.wants_routing} if plan.routed else {}
+        told: dict[Request, Sequence[int]] = {}  # they go with a token
         for request, number, token, finish, row in self.scheduler.complete(samples.tokens):
             if row in samples.refused:
                 refused[request] = samples.refused[row]
@@ -395,10 +395,12 @@ class Engine:
                 by_owner[request.owner] = [made]
             else:
                 tokens.append(made)
+            if request in blocks and request.length - 1 > request.routed:
+                told[request] = blocks[request]
             if request.dropped:
                 outcome.dropped.setdefault(request.owner, []).append((request.id, request.attempt))
-        if self._by_experts is not None and blocks:
-            self._tell_routing(self._by_experts, blocks, outcome)
+        if self._by_experts is not None and told:
+            self._tell_routing(self._by_experts, told, outcome)
         for request, (reason, asked) in refused.items():
             self.scheduler.cancel(request.owner, request.id)
             log.error("choice_failed id=%s reason=%s", request.id, reason)
@@ -410,16 +412,16 @@ class Engine:
         self, decoder: RoutingDecoder, blocks: Mapping[Request, Sequence[int]], outcome: Outcome
     ) -> None:
         """Hand out the experts of the tokens computed since the last time: of all but each request's last."""
-        size, told = self.config.block_tokens, [r for r in blocks if r.length - 1 > r.routed]
+        size = self.config.block_tokens
         places = [
             blocks[request][at // size] * size + at % size
-            for request in told
+            for request in blocks
             for at in range(request.routed, request.length - 1)
         ]
         layers, top_k, experts = decoder.routing_shape
         found = decoder.routing(places).astype("u1" if experts <= 256 else "<u2").tobytes() if places else b""
         each, begin = len(found) // max(1, len(places)), 0
-        for request in told:
+        for request in blocks:
             start, request.routed = request.routed, request.length - 1
             end = begin + (request.routed - start) * each
             piece = RoutedExperts(
@@ -532,15 +534,16 @@ class Engine:
                 "Shorten it, or leave out those that are known with routed_experts_prompt_start.",
             )
 
-    def _forced(self, params: SamplingParams) -> np.ndarray | None:
-        if params.forced is None:
+    def _forced(self, request: Request) -> np.ndarray | None:
+        found = request.params.forced
+        if found is None:
             return None
         if self._by_experts is None:
             raise Refused(
                 "bad_request",
                 "The decoder of this worker cannot take experts that are given; the native one can.",
             )
-        found, (layers, top_k, experts) = params.forced, self._by_experts.routing_shape
+        layers, top_k, experts = self._by_experts.routing_shape
         if (
             not layers
             or (found.layers, found.top_k) != (layers, top_k)
@@ -551,13 +554,19 @@ class Engine:
                 f"Experts of {found.layers} layers, {found.top_k} in each, were given; this model has {layers} MoE "
                 f"layers with {top_k} in each.",
             )
-        forced = np.frombuffer(found.experts, "<u2").astype(np.uint16).reshape(-1, layers, top_k)
+        forced = (
+            np.frombuffer(found.experts, "<u2")
+            .astype(np.uint16, copy=False)
+            .reshape(-1, layers, top_k)[: request.final_length]
+        )
         if forced.size and (highest := int(forced.max())) >= experts:
             raise Refused("bad_request", f"Expert {highest} was given; this model has 0 to {experts - 1}.")
         ordered = np.sort(forced, axis=2)
-        if twice := np.argwhere(ordered[:, :, 1:] == ordered[:, :, :-1]).tolist():
-            token, layer, _ = twice[0]
+        twice = ordered[:, :, 1:] == ordered[:, :, :-1]
+        if twice.any():
+            token, layer, _ = np.unravel_index(int(twice.argmax()), twice.shape)
             raise Refused("bad_request", f"Token {token} was given an expert twice in MoE layer {layer}.")
+        request.forced_digest = next_digest(b"forced", found.experts)
         return forced
 
     def _check_vocabulary(self, request: Request) -> None:

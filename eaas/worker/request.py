@@ -92,7 +92,7 @@ class Request:
         prompt_scored: Tokens of the prompt whose log-probabilities were told, the first included; all where none are
             wanted.
         routed: Tokens whose experts were told, or need not be.
-        forced: uint16 [tokens, layers, top_k]: those of its first tokens, in place of the gates' choice.
+        forced, forced_digest: uint16 [tokens, layers, top_k]: those of its first tokens, in place of the gates' choice.
         key: That of its run; "": none.
         told, told_most: Its last tokens with their log-probabilities, and how many are kept; None: none are.
         finish: Why it ended, where its last token ended it.
@@ -124,6 +124,7 @@ class Request:
     prompt_scored: int = field(init=False)
     routed: int = field(init=False)
     forced: npt.NDArray[np.uint16] | None = None
+    forced_digest: bytes = b""
     key: str = ""
     told: list[Token] | None = None
     told_most: int = 0

@@ -66,7 +66,9 @@ class Run:
     @property
     def nbytes(self) -> int:
         """Of one that ended, about. What was asked of it may hold a grammar, or a list of tokens."""
-        asked = 8 * len(msgspec.msgpack.encode(self.request.params))
+        params = self.request.params
+        asked = 8 * len(msgspec.msgpack.encode(msgspec.structs.replace(params, forced=None)))
+        asked += len(params.forced.experts) if params.forced is not None else 0
         return 200 + asked + 4 * len(self.request.prompt) + 36 * len(self.request.output)
 
     @property

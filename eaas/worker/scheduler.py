@@ -722,8 +722,8 @@ class Scheduler:
         salt = request.params.cache_salt
         # As a token, the first four bytes are above every vocabulary: no salt is another request's block.
         root = next_digest(self._root, b"salt" + salt.encode()) if salt else self._root
-        if request.params.forced is not None:
-            root = next_digest(root, b"forced" + request.params.forced.experts)
+        if request.forced_digest:
+            root = next_digest(root, b"forced" + request.forced_digest)
         # Only blocks whose experts were noted as they were computed can tell them.
         return next_digest(root, b"routed") if request.params.wants_routing else root
 

@@ -86,6 +86,10 @@ def test_they_are_those_of_transformers(cluster: LocalCluster, peer: Any) -> Non
         check(peer, choice)
     check(peer, ask(cluster, max_tokens=5, routed_experts_prompt_start=11)[0], start=11)
     check(peer, ask(cluster, max_tokens=40, stop=[first["text"][8:10]])[0])
+    # A grammar that is compiled while the prompt is computed bars the first tokens for a moment.
+    for letters in ("ab", "cde", "fghij"):
+        bound = {"structured_outputs": {"regex": f"[{letters}]{{40}}"}, "ignore_eos": False}
+        check(peer, ask(cluster, max_tokens=30, **bound)[0])
     assert "routed_experts" not in ask(cluster, max_tokens=1, return_routed_experts=False)[0]
 
 
@@ -231,7 +235,8 @@ class Alone:
         """Choices as `ask` gives them."""
         given = None
         if forced is not None:
-            given = ForcedExperts(*forced.shape[1:], forced.astype("<u2").tobytes())
+            _, layers, top_k = forced.shape
+            given = ForcedExperts(layers, top_k, forced.astype("<u2").tobytes())
         logs = [RoutedExpertsLog(0) for _ in self.prompts]
         tokens: list[list[int]] = [[] for _ in self.prompts]
         params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True, routed_from=0, forced=given)
@@ -295,6 +300,14 @@ def test_experts_that_the_model_has_not_are_refused(cluster: LocalCluster, peer:
         (sound - 1000, "Expert 65535 was given"),
         (sound * 0, "Token 0 was given an expert twice in MoE layer 0"),
     ):
-        body = {"prompt": TEXT, "max_tokens": 1, "force_routed_experts": encoded(wrong)}
-        reply = httpx.post(f"{cluster.url}/v1/completions", json=body)
-        assert reply.status_code == 400 and words in reply.text, reply.text
+        refused(cluster, words, force_routed_experts=encoded(wrong))
+    # Such arrays are as large as a body may be; nothing is made of each fault in them.
+    equal = np.zeros((80_000, *sound.shape[1:]), "u1")
+    refused(cluster, "an expert twice", force_routed_experts=encoded(equal))
+    refused(cluster, "2 choices", force_routed_experts=encoded(sound), n=2, temperature=1.0)
+
+
+def refused(cluster: LocalCluster, words: str, **fields: Any) -> None:
+    body = {"prompt": TEXT, "max_tokens": 1, **fields}
+    reply = httpx.post(f"{cluster.url}/v1/completions", json=body)
+    assert reply.status_code == 400 and words in reply.text, reply.text
