@@ -27,7 +27,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -340,9 +340,17 @@ def differs(one: list[Any], other: list[Any]) -> str:
 class Killer:
     """Ends a gateway now and then, never the only one that serves."""
 
-    def __init__(self, cluster: LocalCluster, draw: random.Random, kills: int, most_s: float) -> None:
-        """Args: most_s: The longest wait, once two serve again."""
+    def __init__(
+        self,
+        cluster: LocalCluster,
+        draw: random.Random,
+        kills: int,
+        most_s: float,
+        seen: Mapping[int, Seen],
+    ) -> None:
+        """Args: most_s: The longest wait, once two serve again. seen: streams; it goes on until it has cut one."""
         self.done, self._cluster, self._draw, self._kills, self._most_s = 0, cluster, draw, kills, most_s
+        self._seen, self._until_s = seen, time.monotonic() + LIMIT_S
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
@@ -357,7 +365,9 @@ class Killer:
     @property
     def is_done(self) -> bool:
         """Whether it kills no more."""
-        return self.done >= self._kills
+        return self.done >= self._kills and (
+            time.monotonic() > self._until_s or any(one.tries > 1 for one in list(self._seen.values()))
+        )
 
     def _run(self) -> None:
         while not self.is_done and not self._ended.wait(self._draw.uniform(0.0, self._most_s)):
@@ -408,7 +418,7 @@ def run(cluster: LocalCluster, seed: int, *, streams: int, kills: int, most_s: f
         }
         calm = {n: future.result() for n, future in begun.items()}
         seen: dict[int, Seen] = {}
-        with Killer(cluster, draw, kills, most_s) as killer:
+        with Killer(cluster, draw, kills, most_s, seen) as killer:
 
             def work() -> None:
                 while True:

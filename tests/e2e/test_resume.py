@@ -41,7 +41,7 @@ def test_gateways_are_killed_under_streams_of_every_kind_and_no_client_is_told(
     seed = time.time_ns()
     trial = run(two, seed, streams=streams, kills=kills, most_s=0.5)
     assert not trial.wrong, f"seed {seed}\n{table(trial)}\n" + "\n".join(trial.wrong)
-    assert trial.kills == kills and len(trial.streams) >= streams
+    assert trial.kills >= kills and len(trial.streams) >= streams
     assert trial.cut, f"seed {seed}: no stream was cut\n{table(trial)}"
 
 
@@ -64,7 +64,8 @@ class Streams:
             {
                 "model": "tiny",
                 "prompt": f"{number} goes on",
-                "max_tokens": 250,
+                # Many more than are made while a test looks around.
+                "max_tokens": 1000,
                 "stream": True,
                 "ignore_eos": True,
             },
