@@ -73,7 +73,10 @@ def before(state: State, event: Join) -> dict[str, object]:
     still has the streams of its clients."""
     former = (gone for gone in reversed(state.gone) if (gone.host, gone.pid) == (event.host, event.pid))
     gone = next(former, None)
-    if event.pool != GATEWAY or gone is None or not gone.operation or gone.reason in _ENDED:
+    # In containers every pid is 1, and the numbers of their namespaces come again: it may have been another's.
+    if gone is None or not (event.pool == GATEWAY and gone.name.startswith(GATEWAY)):
+        return {}
+    if not gone.operation or gone.reason in _ENDED:
         return {}
     return {"draining": True, "operation": gone.operation, "asked_unix_s": gone.asked_unix_s}
 

@@ -122,6 +122,17 @@ def a_retired_gateway_drains_at_once_and_is_never_ended(step: Step) -> None:
     assert not [c for c in commands if isinstance(c, StopProcess)]
 
 
+def a_gateway_is_not_what_was_retired_under_its_pid_before(step: Step) -> None:
+    told = cluster(step)
+    retired = told.state.members["expert/1"]
+    retire(told, "expert/1")
+    told.join()
+    rest(told, load={"running": 0.0})
+    assert told.state.gone[-1].operation == "of expert/1"
+    told.give(Join(pool="gateway", address="127.0.0.1:8000", pid=retired.pid, host=retired.host))
+    assert not told.state.members["gateway/1"].draining, "another container's first process"
+
+
 def a_retired_gateway_that_joins_anew_still_drains(step: Step) -> None:
     told = cluster(step)
     told.give(Join(pool="gateway", address="127.0.0.1:8000", pid=900, host="h"))
@@ -244,6 +255,7 @@ RETIRE_STORIES = (
     a_server_that_never_comes_to_serve_can_be_retired,
     a_retirement_outlives_the_router,
     a_retired_gateway_drains_at_once_and_is_never_ended,
+    a_gateway_is_not_what_was_retired_under_its_pid_before,
     a_retired_gateway_that_joins_anew_still_drains,
     one_operation_retires_one_member,
     without_a_launcher_a_server_drains_at_once_but_keeps_what_only_it_serves,

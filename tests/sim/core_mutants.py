@@ -655,6 +655,12 @@ MUTANTS = {
         'return {"operation"',
         "new streams begin on what is to end",
     ),
+    "takes a new gateway for a server that was retired": Mutant(
+        "retiring",
+        " and gone.name.startswith(GATEWAY)",
+        "",
+        "in containers pids and namespaces come again: it drains as soon as it has joined",
+    ),
     "forgets that a gateway which joins anew was retired": Mutant(
         "core",
         "    record = replace(record, **retiring.before(state, event))\n",
