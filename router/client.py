@@ -95,6 +95,7 @@ class RouterClient:
         # This member as the newest View has it, and the epoch of the first that had it so.
         self._own: tuple[Member | None, int] = (None, 0)
         self._loaded: tuple[Identity | None, bytes, int, int] | None = None
+        self._reports = 0  # of what is held, sent so far
         # What the next renewal says beside the load. What an unanswered one said is lost: nothing but balance and
         # metrics needs it.
         self._routed: tuple[NDArray[np.uint32], NDArray[np.uint32]] | None = None
@@ -549,8 +550,15 @@ class RouterClient:
         if loaded is None or loaded[0] is not identity:
             return
         _, held, epoch, salt = loaded
+        # One that nobody answered in time may come after the next.
+        self._reports += 1
         request = pb.LoadedRequest(
-            name=identity.name, incarnation=identity.incarnation, bitmap=held, epoch=epoch, salt=salt
+            name=identity.name,
+            incarnation=identity.incarnation,
+            bitmap=held,
+            epoch=epoch,
+            salt=salt,
+            number=self._reports,
         )
         reply = self._stub.Loaded(request, timeout=identity.lease_s / 2)
         if reply.stale:

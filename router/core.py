@@ -366,7 +366,7 @@ def _load(state: State, event: Loaded, commands: list[Command]) -> State:
         return state
     unknown = lifecycle.held_beyond_journal(state, event)
     liveness = state.liveness[event.name]
-    if event.epoch < liveness.reported:
+    if event.epoch < liveness.reported or 0 < event.number < liveness.report:
         # Overtaken by a newer report of the same server.
         commands.append(Stale(name=event.name, epoch=event.epoch))
         return state
@@ -375,6 +375,8 @@ def _load(state: State, event: Loaded, commands: list[Command]) -> State:
         state = with_liveness(
             state, event.name, replace(liveness, reported=reported, told=True, unknown=unknown)
         )
+    if event.number > liveness.report:
+        state = with_liveness(state, event.name, replace(state.liveness[event.name], report=event.number))
     held = event.held & record.target
     # What it tells a term first it holds until a View of that term, for it follows no other any more.
     if event.epoch < record.dropped_epoch and (liveness.told or not event.salt):

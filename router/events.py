@@ -104,7 +104,7 @@ class Totals:
 class Loaded:
     """An expert server holds these experts, verified, having applied the target of that epoch.
 
-    salt: of the term to which it says so; 0: not said.
+    salt: of the term to which it says so; 0: not said. number: of the server's reports, which rises; 0: not said.
     """
 
     name: str
@@ -112,6 +112,7 @@ class Loaded:
     held: int
     epoch: int
     salt: int = 0
+    number: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

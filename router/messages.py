@@ -135,6 +135,7 @@ def loaded_of(request: pb.LoadedRequest) -> events.Loaded:
         held=bitmap.from_bytes(request.bitmap),
         epoch=request.epoch,
         salt=request.salt,
+        number=request.number,
     )
 
 

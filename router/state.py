@@ -228,8 +228,8 @@ class Liveness:
     """What is known of a member beside its record, and forgotten by a restart.
 
     silences: from one renewal to the next, so far. acked: newest epoch whose routes it uses. reported: newest epoch for
-    which it said what it holds. suspected_until_s: end of a peer's suspicion. drain_until_s: when a drain has lasted
-    long enough, or None.
+    which it said what it holds. report: number of what it said last of that. suspected_until_s: end of a peer's
+    suspicion. drain_until_s: when a drain has lasted long enough, or None.
 
     journaled: it was a member when the term began. seen: newest epoch that it saw, as it said while the term began.
     told: it has said in this term what it holds, or joined in it. unknown: the part of that of which the journal does
@@ -240,6 +240,7 @@ class Liveness:
     silences: SilenceHistogram = field(default_factory=SilenceHistogram)
     acked: int = 0
     reported: int = 0
+    report: int = 0
     load: Mapping[str, float] = field(default_factory=dict[str, float])
     suspected_until_s: float = 0.0
     drain_until_s: float | None = None

@@ -228,18 +228,20 @@ class Member(_message.Message):
     def __init__(self, name: _Optional[str] = ..., pool: _Optional[str] = ..., state: _Optional[str] = ..., incarnation: _Optional[int] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., core: _Optional[int] = ..., numerics_class: _Optional[str] = ..., target: _Optional[bytes] = ..., serving: _Optional[bytes] = ..., load: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class LoadedRequest(_message.Message):
-    __slots__ = ("name", "incarnation", "bitmap", "epoch", "salt")
+    __slots__ = ("name", "incarnation", "bitmap", "epoch", "salt", "number")
     NAME_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     BITMAP_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     SALT_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
     name: str
     incarnation: int
     bitmap: bytes
     epoch: int
     salt: int
-    def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[int] = ..., bitmap: _Optional[bytes] = ..., epoch: _Optional[int] = ..., salt: _Optional[int] = ...) -> None: ...
+    number: int
+    def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[int] = ..., bitmap: _Optional[bytes] = ..., epoch: _Optional[int] = ..., salt: _Optional[int] = ..., number: _Optional[int] = ...) -> None: ...
 
 class LoadedReply(_message.Message):
     __slots__ = ("fenced", "stale")

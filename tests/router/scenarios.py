@@ -12,6 +12,7 @@ from router.events import (
     LauncherAttached,
     LauncherDetached,
     Left,
+    Loaded,
     Refused,
     Renewed,
     Retire,
@@ -426,6 +427,23 @@ def an_old_report_unloads_nothing(step: Step) -> None:
         assert told.state.members["expert/1"].target & moves, "unloaded before the worker acked"
 
 
+def an_overtaken_report_of_one_epoch_is_no_loss(step: Step) -> None:
+    told = Told(step)
+    name = told.join()
+    told.give(Tick(), after_s=0.1)
+    incarnation, epoch = told.state.members[name].incarnation, told.state.epoch
+
+    def report(number: int, held: int) -> None:
+        told.give(Loaded(name=name, incarnation=incarnation, held=held, epoch=epoch, number=number))
+
+    report(1, 0b01)
+    report(2, 0b11)
+    report(1, 0b01)
+    assert told.state.members[name].loaded == 0b11, "an overtaken report was believed"
+    report(3, 0b10)
+    assert told.state.members[name].loaded == 0b10, "weights that proved damaged are still asked for"
+
+
 def a_worker_that_has_not_begun_holds_nobody_up(step: Step) -> None:
     """Who never acked asks nobody for anything: a move does not wait for it. It begins with what is left."""
     told = Told(step)
@@ -509,6 +527,7 @@ STORIES = (
     a_process_that_joins_anew_replaces_itself,
     an_order_outlives_its_launchers_stream,
     an_old_report_unloads_nothing,
+    an_overtaken_report_of_one_epoch_is_no_loss,
     a_worker_that_has_not_begun_holds_nobody_up,
     full_servers_exchange,
     an_unknown_member_moves_nothing,

@@ -324,9 +324,15 @@ MUTANTS = {
     ),
     "lets an old report overtake a new one": Mutant(
         "core",
-        "    if event.epoch < liveness.reported:\n",
-        "    if event.epoch < 0:\n",
+        "    if event.epoch < liveness.reported or 0 < event.number < liveness.report:\n",
+        "    if 0 < event.number < liveness.report:\n",
         "what a server has loaded since is forgotten",
+    ),
+    "lets an old report overtake a new one of the same epoch": Mutant(
+        "core",
+        " or 0 < event.number < liveness.report:\n",
+        ":\n",
+        "a row is empty for a moment though its server holds it",
     ),
     "unloads at once what is no longer reported": Mutant(
         "moves",

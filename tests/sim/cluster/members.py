@@ -289,6 +289,7 @@ class ExpertServer(Process):
         self._loading = 0
         self._loaded_s = 0.0  # when it will have loaded that
         self._report: Loaded | None = None
+        self._reports = 0
 
     def measure(self) -> dict[str, float]:
         elapsed_s = max(self.world.now_s - self._measured_s, 1e-3)
@@ -360,9 +361,11 @@ class ExpertServer(Process):
         self.wake()
 
     def _held_now(self, salt: int) -> Loaded:
+        self._reports += 1
         return Loaded(
-            name=self.name, incarnation=self.incarnation, held=self.held, epoch=self.epoch, salt=salt
-        )
+            name=self.name, incarnation=self.incarnation, held=self.held, epoch=self.epoch, salt=salt,
+            number=self._reports,
+        )  # fmt: skip
 
     def follows(self, shown: Shown) -> bool:
         # What a term that has not been told holds for nothing may be asked of it.
