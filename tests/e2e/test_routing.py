@@ -66,6 +66,19 @@ def ask(cluster: LocalCluster, **fields: Any) -> list[dict[str, Any]]:
     return reply.json()["choices"]
 
 
+def ask_while_killed(cluster: LocalCluster, **fields: Any) -> dict[str, Any]:
+    """The choice, whose worker is killed while it computes."""
+    found: list[dict[str, Any]] = []
+    asking = threading.Thread(target=lambda: found.extend(ask(cluster, **fields)))
+    asking.start()
+    pid = next(pid for name, pid in cluster.pids().items() if name.startswith("attention"))
+    asking.join(0.2)
+    assert asking.is_alive(), "it was answered before its worker could be killed"
+    os.kill(pid, signal.SIGKILL)
+    asking.join(60)
+    return found[0]
+
+
 def check(peer: Any, choice: dict[str, Any], start: int = 0) -> None:
     """Every token's experts in every layer, as sets: the order among equal scores is nobody's promise."""
     tokens = choice["prompt_token_ids"] + choice["token_ids"]
@@ -94,17 +107,10 @@ def test_they_are_those_of_transformers(cluster: LocalCluster, peer: Any) -> Non
 
 
 def test_a_worker_that_is_killed_meanwhile_changes_nothing(cluster: LocalCluster, peer: Any) -> None:
-    found: list[dict[str, Any]] = []
     calm = ask(cluster, max_tokens=1500, seed=3)[0]
-    asking = threading.Thread(target=lambda: found.extend(ask(cluster, max_tokens=1500, seed=3)))
-    asking.start()
-    pid = next(pid for name, pid in cluster.pids().items() if name.startswith("attention"))
-    asking.join(0.2)
-    assert asking.is_alive(), "it was answered before its worker could be killed"
-    os.kill(pid, signal.SIGKILL)
-    asking.join(60)
-    check(peer, found[0])
-    assert found[0]["routed_experts"] == calm["routed_experts"] and found[0]["text"] == calm["text"]
+    found = ask_while_killed(cluster, max_tokens=1500, seed=3)
+    check(peer, found)
+    assert found["routed_experts"] == calm["routed_experts"] and found["text"] == calm["text"]
 
 
 def test_a_stream_is_refused(cluster: LocalCluster) -> None:
@@ -196,15 +202,7 @@ def test_a_worker_that_is_killed_meanwhile_computes_with_them_again(cluster: Loc
     fields = {"max_tokens": 1500, "temperature": 0, "force_routed_experts": encoded(experts)}
     calm = ask(cluster, **fields)[0]
     check_forced(peer, calm, experts, seed)
-    found: list[dict[str, Any]] = []
-    asking = threading.Thread(target=lambda: found.extend(ask(cluster, **fields)))
-    asking.start()
-    pid = next(pid for name, pid in cluster.pids().items() if name.startswith("attention"))
-    asking.join(0.2)
-    assert asking.is_alive(), "it was answered before its worker could be killed"
-    os.kill(pid, signal.SIGKILL)
-    asking.join(60)
-    assert found[0] == calm | {"prompt_token_ids": found[0]["prompt_token_ids"]}
+    assert ask_while_killed(cluster, **fields) == calm
 
 
 class Alone:
