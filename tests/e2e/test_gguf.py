@@ -80,8 +80,8 @@ def test_experts_in_four_bits_give_the_same_bits_in_process_and_on_servers(tmp_p
             driver = Driver(folder, pool.client)
             assert driver.run(asked, 8) == alone, f"{servers} servers, seed {seed}"
             driver.close()
-    # As near to the numbers that the codes stand for as bfloat16 is, in the median of rows: a tenth of them, in which one
-    # gate or another chooses otherwise, makes up to half of all that differs.
+    # As near to the numbers that the codes stand for as bfloat16 is, in the median of rows: a tenth of them, in which
+    # gates choose otherwise, makes up to half of all that differs.
     ours = np.concatenate(served(folder, prompts))
     theirs, _ = transformers_run(plain, prompts, torch.float32)
     rounded, _ = transformers_run(plain, prompts, torch.bfloat16)
