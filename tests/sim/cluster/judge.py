@@ -540,6 +540,9 @@ class Judge:
             process = self.world.members.get(row.incarnation)
             if process is None or not process.living:
                 return f"{row.name} is dead"
+            if isinstance(process, Gateway) and process.drains:
+                # It heard so from a term that an older journal has forgotten since.
+                return f"{row.name} drains and has not gone"
             if row.pool == ATTENTION and process.acked < shown.epoch:
                 return f"{row.name} has acked {process.acked} of {shown.epoch}"
             for link in process.links.values() if isinstance(process, Worker) else ():
