@@ -31,8 +31,8 @@ SAMPLER_E_NOTHING_LEFT = -3
 
 QK_NORMS = ("none", "head", "full")
 
-_DECLARED = Declarations("eaas", "decoder sampler", "DecoderShape DecoderPlan")
-DecoderShape, DecoderPlan = _DECLARED.structures.values()
+_DECLARED = Declarations("eaas", "decoder sampler", "DecoderShape DecoderTaps DecoderPlan")
+DecoderShape, DecoderTaps, DecoderPlan = _DECLARED.structures.values()
 ROLES = tuple(name.removeprefix("ROLE_").lower() for name in _DECLARED.enumerated("DecoderRole"))
 # Its rows come as an array of them, so no function is declared with it.
 SAMPLE_ROW = np.dtype(Declarations("eaas", "sampler", "SampleRow").structures["SampleRow"])

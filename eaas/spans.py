@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 EVERY = 64
 # Of one step; its own span would grow with the batch.
 MOST_LINKS = 16
+MOST_EVENTS = 128  # of one span, by default everywhere
 # Traced choices at one worker at once; more go untraced.
 MOST_LIVE = 256
 _EXPORT_S = 1.0
@@ -111,6 +112,8 @@ class WorkerSpans:
         """Args: every: of so many steps with traced choices one has a span, beside the first of each choice."""
         self._tracing, self._engine, self._every = tracing, engine, every
         self._live: dict[tuple[int, str], _Choice] = {}
+        # Of choices that are recorded, by name; some have ended before all that was recorded of them is told.
+        self._inspected: dict[str, str] = {}
         self._steps = 0
 
     def submitted(self, message: Submit, owner: int) -> None:
@@ -132,6 +135,11 @@ class WorkerSpans:
             },
         )
         self._live[owner, message.id] = _Choice(request, span)
+        if message.inspected:
+            _, _, name = message.inspected.partition("/")
+            self._inspected[name] = traceparent_of(span)
+            while len(self._inspected) > 2 * MOST_LIVE:
+                del self._inspected[next(iter(self._inspected))]
 
     def begin_step(self) -> int:
         """Before a step: its time since 1970 in nanoseconds, or 0 where no traced choice is there."""
@@ -160,6 +168,27 @@ class WorkerSpans:
         """Between steps: end the spans of choices that were cancelled, or whose gateway went away."""
         if self._live:
             self._end_over()
+
+    def add_activations(
+        self, name: str, position: int, rows: int, events: Mapping[str, Mapping[str, float]]
+    ) -> None:
+        """Tell what was recorded of rows of a traced choice; of one that is not traced, nothing. Any thread.
+
+        Args:
+            name: Of the choice, as its Submit has it in `inspected` behind the inspection's.
+            position: Of the first of `rows` rows.
+            events: Of each tap by name, attributes.
+        """
+        parent = self._inspected.get(name)
+        if parent is None:
+            return
+        found = list(events.items())
+        about = {"eaas.position": position, "eaas.rows": rows}
+        for begin in range(0, len(found), MOST_EVENTS):
+            span = self._tracing.start("activations", SpanKind.INTERNAL, parent, attributes=about)
+            for tap, values in found[begin : begin + MOST_EVENTS]:
+                span.add_event(tap, {f"eaas.{key}": value for key, value in values.items()})
+            span.end()
 
     def stop(self) -> None:
         """End the spans of all that is left: the worker stops, and its choices go on elsewhere."""

@@ -54,7 +54,7 @@ def build(model: str, sizes: list[int]) -> tuple[int, list[tuple[str, str]]]:
 
     with recording() as seen:
         if model in production.MODELS:
-            decoder = production.decoder_of(model, layers=2)
+            decoder = production.decoder_of(model, layers=2, taps=True)
             for size in sizes:
                 production.decode_step(decoder, size)
         for dtype in (Dtype.BFLOAT16, Dtype.FP8):

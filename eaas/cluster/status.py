@@ -18,6 +18,10 @@ class GatewayUnreachable(RuntimeError):
     """No gateway answered at the address; the text says what to check."""
 
 
+class GatewayRefused(GatewayUnreachable):
+    """A gateway does not do what it was asked; the text is its own."""
+
+
 class RouterUnknown(RuntimeError):
     """The gateway does not know its router; the text says what to do."""
 
@@ -35,14 +39,31 @@ def fetch_status(url: str, timeout_s: float = 5.0) -> dict[str, Any]:
     Raises:
         GatewayUnreachable: nothing answers there, or something that is no EaaS gateway.
     """
+    return ask_gateway(url, "/status", timeout_s=timeout_s)
+
+
+def ask_gateway(
+    url: str, path: str, method: str = "GET", body: Any = None, timeout_s: float = 5.0
+) -> dict[str, Any]:
+    """What the gateway at `url` answers to an operator's request.
+
+    Raises:
+        GatewayRefused: it says why not.
+        GatewayUnreachable: nothing answers there, or something that is no EaaS gateway.
+    """
     base = url if "://" in url else f"http://{url}"
     base = base.rstrip("/").removesuffix("/v1")
+    request = asking(base + path, None if body is None else json.dumps(body).encode())
+    request.method = method
     try:
-        with urllib.request.urlopen(asking(f"{base}/status"), timeout=timeout_s) as response:
+        with urllib.request.urlopen(request, timeout=timeout_s) as response:
             return json.load(response)
     except urllib.error.HTTPError as error:
         if error.code not in (401, 403):
-            raise GatewayUnreachable(f"The gateway at {url} answers {error.code} to /status.") from None
+            said = _said(error)
+            if said:
+                raise GatewayRefused(said) from None
+            raise GatewayUnreachable(f"The gateway at {url} answers {error.code} to {path}.") from None
         raise GatewayUnreachable(
             f"The gateway at {url} asks for an operator's key (status {error.code}). Put one that "
             f"`eaas keys new FILE NAME --operator` made into {KEY_VARIABLE}."
@@ -56,6 +77,14 @@ def fetch_status(url: str, timeout_s: float = 5.0) -> dict[str, Any]:
         raise GatewayUnreachable(
             f"No EaaS gateway answers at {url} ({error}). Start one with `eaas serve`, or name it with --url."
         ) from None
+
+
+def _said(error: urllib.error.HTTPError) -> str:
+    """The message of an error in OpenAI's form; empty where it has another."""
+    try:
+        return str(json.loads(error.read(1 << 16))["error"]["message"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
 
 
 def router_address(url: str) -> str:

@@ -26,6 +26,7 @@ from eaas.gateway.constraints import Strict
 from eaas.gateway.dashboard import app as dashboard
 from eaas.gateway.errors import ApiError, ErrorReply, invalid, unavailable, unknown_model, wrong_field
 from eaas.gateway.gateway import Gateway
+from eaas.gateway.inspections import InspectRequest
 from eaas.gateway.messages import body_for
 from eaas.gateway.status import cluster_status
 from router.client import OrderRefused, RouterUnavailable
@@ -232,6 +233,19 @@ class OperatingRoutes:
         """POST /reset_prefix_cache: attention workers reuse nothing that was computed before, for any request."""
         return JSONResponse({"success": self._gateway.pool.forget_blocks()})
 
+    async def inspect(self, request: Request) -> Response:
+        """POST /admin/inspect: begin to record what attention workers compute of requests."""
+        wanted = await self._gateway.parse(request, InspectRequest)
+        return JSONResponse(await self._gateway.inspections.begin(wanted))
+
+    async def inspection(self) -> Response:
+        """GET /admin/inspect: how that goes, or how the last one went."""
+        return JSONResponse(self._gateway.inspections.state())
+
+    async def end_inspection(self) -> Response:
+        """DELETE /admin/inspect: end it; answers when everything was delivered."""
+        return JSONResponse(await self._gateway.inspections.end())
+
     async def scale(self, request: Request) -> Response:
         """POST /scale_elastic_ep: change the wanted size of a pool; the change itself takes its time."""
         wanted = await self._gateway.parse(request, ScaleRequest)
@@ -317,13 +331,22 @@ def create_app(gateway: Gateway, root_path: str = "") -> FastAPI:
         ("/metrics", operating.metrics_page),
         ("/status", operating.status),
         ("/is_paused", operating.is_paused),
+        ("/admin/inspect", operating.inspection),
     ):
         app.add_api_route(path, route, methods=["GET"], response_model=None)
         app.add_api_route(path, route, methods=["HEAD"], response_model=None, include_in_schema=False)
     app.add_api_route("/ping", operating.health, methods=["POST"], response_model=None)
     app.add_api_route("/v1/embeddings", operating.embeddings, methods=["POST"], response_model=None)
     of_this_page = [Depends(_from_no_other_page)]
+    app.add_api_route(
+        "/admin/inspect",
+        operating.end_inspection,
+        methods=["DELETE"],
+        response_model=None,
+        dependencies=of_this_page,
+    )
     for path, route in (
+        ("/admin/inspect", operating.inspect),
         ("/pause", operating.pause),
         ("/resume", operating.resume),
         ("/abort_requests", operating.abort),

@@ -92,6 +92,8 @@ class Sequence:
     """One choice in flight: its log, its parameters, and where it is being served.
 
     Attributes:
+        response_id: What its client is told that it belongs to.
+        inspected: The name under which its rows are recorded for an operator; "": they are not.
         open_end: The client named no limit; that of ``params`` is lowered to what the worker has room for.
         prefill: Tokens to compute before this attempt's first new one.
         debt: Tokens still to be computed, the prefill included.
@@ -114,6 +116,8 @@ class Sequence:
     choice: Choice
     generation: Generation
     share: Share = field(default_factory=Share)
+    response_id: str = ""
+    inspected: str = ""
     open_end: bool = False
     log: TokenLog = field(init=False)
     prefix: int | None = field(init=False)

@@ -19,6 +19,7 @@ from eaas.gateway.dashboard.app import Dashboard
 from eaas.gateway.dashboard.history import ClusterSnapshot
 from eaas.gateway.errors import ApiError
 from eaas.gateway.guard import json_body
+from eaas.gateway.inspections import Inspections
 from eaas.gateway.metrics import GatewayMetrics
 from eaas.gateway.pool import WorkerPool
 from eaas.gateway.served_model import ServedModel
@@ -92,6 +93,11 @@ class Gateway:
         if self._pool is None:
             raise RuntimeError("the gateway has not started: run it under an ASGI server with lifespan on")
         return self._pool
+
+    @property
+    def inspections(self) -> Inspections:
+        """What attention workers record for an operator."""
+        return self.pool.inspections
 
     @property
     def paused(self) -> bool:

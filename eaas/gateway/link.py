@@ -12,6 +12,7 @@ from eaas.worker.protocol import (
     PROTOCOL,
     Failed,
     Hello,
+    Inspected,
     ProtocolError,
     Step,
     ToWorker,
@@ -41,6 +42,8 @@ class LinkOwner(Protocol):
     def step(self, link: WorkerLink, step: Step) -> None: ...
 
     def failed(self, link: WorkerLink, message: Failed) -> None: ...
+
+    def inspected(self, link: WorkerLink, message: Inspected) -> None: ...
 
     def woke(self, link: WorkerLink, silence_s: float) -> None: ...
 
@@ -131,6 +134,8 @@ class WorkerLink(asyncio.Protocol):
                 self._owner.failed(self, message)
             elif type(message) is Hello:
                 self._greet(message)
+            elif type(message) is Inspected:
+                self._owner.inspected(self, message)
 
     def _greet(self, hello: Hello) -> None:
         if hello.incarnation != self.incarnation:

@@ -32,11 +32,23 @@ from eaas.gateway.errors import (
 from eaas.gateway.eta import Eta
 from eaas.gateway.event_ids import HINTS, not_resumable
 from eaas.gateway.failover import Sequence, Trial, prefix_hash
+from eaas.gateway.inspections import Inspections
 from eaas.gateway.link import WorkerLink, Workers
 from eaas.gateway.metrics import GatewayMetrics
 from eaas.traceparent import TRACEPARENT
-from eaas.worker.protocol import Cancel, Failed, ForgetBlocks, ProtocolError, Share, Step, Submit, Token
+from eaas.worker.protocol import (
+    Cancel,
+    Failed,
+    ForgetBlocks,
+    Inspected,
+    ProtocolError,
+    Share,
+    Step,
+    Submit,
+    Token,
+)
 from router.access import GATEWAY
+from router.logs import REQUEST_ID
 from router.tls import Credentials
 from router.view import HEARS, View
 
@@ -68,6 +80,7 @@ class WorkerPool:
         # An operator has everybody wait.
         self.held = False
         self._trial = Trial()
+        self.inspections = Inspections(self.links)
         self.eta = Eta()
         self._placing = False
         self._ids = itertools.count(1)
@@ -167,6 +180,7 @@ class WorkerPool:
         now_s = time.monotonic()
         sequence.started_s = sequence.last_s = now_s
         sequence.traceparent = TRACEPARENT.get()
+        sequence.inspected = self.inspections.name_of(sequence.id, sequence.response_id, REQUEST_ID.get())
         self._sequences[sequence.id] = sequence
         params = sequence.params
         self.expect(
@@ -264,8 +278,13 @@ class WorkerPool:
     def link_ready(self, link: WorkerLink) -> None:
         """A worker can take requests."""
         if self._workers.accepts(link):
+            self.inspections.link_ready(link)
             self._place_waiting()
             self._relieve(link)
+
+    def inspected(self, link: WorkerLink, message: Inspected) -> None:
+        """A worker says how an inspection goes."""
+        self.inspections.heard(link, message)
 
     def woke(self, link: WorkerLink, silence_s: float) -> None:
         """A worker that was silent speaks again: what nobody else could take goes on there, and what waited begins."""
@@ -276,6 +295,7 @@ class WorkerPool:
         """Replay every choice of a worker elsewhere."""
         label = "drained" if self._workers.draining(link) else "worker_lost"
         self._workers.lost(link)
+        self.inspections.link_lost(link)
         self.metrics.ledger.heard(link.incarnation, link.load)
         lost = self._at(link)
         # A worker dies of what it computes, and not of what it has in its queue.
@@ -480,6 +500,7 @@ class WorkerPool:
             share=sequence.share,
             traceparent=sequence.traceparent,
             key=sequence.key,
+            inspected=sequence.inspected,
         )
         try:
             link.send(submit)

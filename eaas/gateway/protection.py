@@ -36,6 +36,7 @@ OPERATOR_PATHS = frozenset(
     (
         METRICS_PATH, "/status", "/dashboard", "/dashboard/events", "/load", "/server_info", "/pause", "/resume",
         "/is_paused", "/abort_requests", "/inference/v1/abort_requests", "/reset_prefix_cache", "/scale_elastic_ep",
+        "/admin/inspect",
     )
 )  # fmt: skip
 

@@ -164,6 +164,7 @@ class Exchange:
             choice=choice,
             generation=self.generation,
             share=work.share,
+            response_id=self.id,
             open_end=wanted.token_limit is None and wanted.default_limit is None,
             **({} if self.seal is None else {"key": self.seal.run_key(self.identity, index)}),
             **({} if self._seen is None else self._seen.of_choice(index)),

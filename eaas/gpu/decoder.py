@@ -17,6 +17,7 @@ are bfloat16. A row's logits depend only on its sequence's tokens up to it, the 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,18 +34,21 @@ from eaas.gpu.gate import gate, parts_of
 from eaas.gpu.inputs import Part, Step, StepInputs
 from eaas.gpu.linear import linear
 from eaas.gpu.streams import Streams
+from eaas.gpu.taps import RECORDED, Taps
 from eaas.gpu.weights import DeviceWeights, LayerWeights, Mlp, source_of
 from eaas.model.spec import ModelSpec
 from eaas.worker.decoder import (
     BLOCK_TOKENS,
     DecoderError,
     ExpertsLost,
+    PlanInvalid,
     StepLimits,
     plan_arrays,
     rope_tables,
 )
 from eaas.worker.plan import StepPlan
 from eaas.worker.sample import DeviceSamples
+from eaas.worker.taps import OF_EXPERTS
 from experts.gpu.client import StepReport
 from experts.gpu.tiles import numerics_class
 from experts.model import Dtype
@@ -88,12 +92,17 @@ class _Size:
 
 
 class GpuDecoder:
-    """A model's attention side on one GPU, with a paged key-value cache. One thread at a time."""
+    """A model's attention side on one GPU, with a paged key-value cache. One thread at a time.
+
+    Attributes:
+        tap_kinds: What it can record of rows (eaas.worker.taps).
+        tap_floats: The most floats that one step records.
+    """
 
     def __init__(
         self, spec: ModelSpec, weights: Mapping[str, np.ndarray] | DeviceWeights, experts: DeviceExperts,
         kv_blocks: int, *, block_tokens: int = BLOCK_TOKENS, max_rows: int = 512, dtype: Dtype | None = None,
-        device: torch.device | str = "cuda", double_batching: bool = False,
+        device: torch.device | str = "cuda", double_batching: bool = False, taps: bool = False,
     ) -> None:  # fmt: skip
         """Upload the weights and take all memory that steps need.
 
@@ -107,6 +116,7 @@ class GpuDecoder:
             dtype: Of products, keys and values: bfloat16. The spec's where None.
             device: "cuda", or "cpu" in Triton's interpreter.
             double_batching: Run a step as two micro-batches that overlap; may be changed before sizes are warm.
+            taps: Be able to record rows (`StepPlan.taps`), for some launches more in each step (`eaas.gpu.taps`).
 
         Raises:
             DecoderError: sizes or a type that the GPU does not serve.
@@ -136,6 +146,12 @@ class GpuDecoder:
             group = spec.q_heads // spec.kv_heads
             self._inputs = StepInputs(self._limits, group=group, most=self._most, device=self.device)
             self._take_memory(kv_blocks)
+            self._taps = None
+            if taps:
+                self._taps = Taps(spec.layers, most=self._most, piece=len(self._logits), device=self.device)
+        kinds = frozenset(RECORDED if taps else ())
+        self.tap_kinds = kinds if spec.moe_layers else kinds - OF_EXPERTS
+        self.tap_floats = self._taps.floats if self._taps else 0
         self._sizes: dict[tuple[int, int], _Size] = {}
         self._closed = False
 
@@ -157,6 +173,7 @@ class GpuDecoder:
             self._sizes.clear()
             for name in (
                 "_weights", "_inputs", "_buffers", "_keys", "_values", "_scratch", "_sums", "_logits", "_piece",
+                "_taps",
             ):  # fmt: skip
                 delattr(self, name)
 
@@ -314,12 +331,18 @@ class GpuDecoder:
         if fault:
             raise self._limits.refusal(*fault, arrays)
         size = self._size(len(arrays[0]))
+        if self._taps is not None:
+            self._taps.fill(plan.taps, len(arrays[0]), size.step.size, len(size.rows))
+        elif plan.taps is not None:
+            raise PlanInvalid("Rows are to be recorded by a decoder made without taps. Make it with them.")
         with self._streams.main():
             self._inputs.fill(arrays, choices, size.step.size, len(size.rows))
             end_s = time.monotonic() + deadline_s
             for left in range(DAMAGED_STEPS, -1, -1):
                 report = self._once(size, max(0.0, end_s - time.monotonic()))
                 if report.usable:
+                    if self._taps is not None:
+                        self._taps.take(plan.taps)
                     return arrays
                 if report.lost or not left:
                     break
@@ -375,36 +398,40 @@ class GpuDecoder:
 
     def _launch(self, size: _Size) -> None:
         """Everything that a step runs, in order."""
-        step, spec = size.step, self.spec
+        step = size.step
         self._inputs.fetch(step)
+        if self._taps is not None:
+            self._taps.fetch()
         for rows in size.rows:
             # Of an earlier launch, which a capture may not wait for.
             rows.away = None
             norm_rope.embed(self._weights.embed, rows.part.tokens, rows.x, rows.part.n_rows)
+            self._record("embed", 0, rows.x, rows)
         before: LayerWeights | None = None
         for number, layer in enumerate(self._weights.layers):
             for rows in size.rows:
                 self._streams.come_back(rows.away)
                 self._attend(number, layer, before, rows)
-                self._feed_forward(layer, rows)
+                self._feed_forward(number, layer, rows)
             before = layer
         for rows in size.rows:
             self._streams.come_back(rows.away)
+            self._record("residual", self.spec.layers - 1, rows.x, rows, **_added_by(before, vars(rows)))
         whole = {name: self._buffers[name][: step.size] for name in ("x", "added", "shared", "share")}
-        norm_rope.add_norm(
-            whole["x"], self._weights.final_norm, step.n_wanted, spec.eps, out=self._final[: step.size],
-            addend=whole["added"], pick=step.wanted, **_shared_of(before, whole),
-        )  # fmt: skip
+        # First: what the step itself is asked for is left in the same buffers.
+        self._record_head(before, whole)
+        self._finish(before, whole, step.wanted, step.n_wanted)
         self._head(0, step.n_wanted, step.size)
         sampling.choose(self._logits, step.choices, step.n_choices, self._scratch, self._tokens, self._status)
 
     def _attend(self, number: int, layer: LayerWeights, before: LayerWeights | None, rows: _Rows) -> None:
         """The residual stream past the last layer, and this layer's attention of it in `projected`."""
         spec, part = self.spec, rows.part
-        more = {}
-        if before is not None:
-            more = {"addend": rows.added, **_shared_of(before, {"shared": rows.shared, "share": rows.share})}
-        norm_rope.add_norm(rows.x, layer.input_norm, part.n_rows, spec.eps, out=rows.norm, **more)
+        norm_rope.add_norm(
+            rows.x, layer.input_norm, part.n_rows, spec.eps, out=rows.norm, **_added_by(before, vars(rows))
+        )
+        if number:
+            self._record("residual", number - 1, rows.x, rows)
         linear(rows.norm, layer.qkv, rows.qkv, part.n_rows)
         keys, values = self._keys[number], self._values[number]
         norm_rope.place(
@@ -416,8 +443,9 @@ class GpuDecoder:
             part.merges, part.n_merges, self._sums, rows.attended, window=spec.sliding_window[number],
         )  # fmt: skip
         linear(rows.attended.view(part.size, -1), layer.o, rows.projected, part.n_rows)
+        self._record("attention", number, rows.projected, rows, bias=layer.o_bias)
 
-    def _feed_forward(self, layer: LayerWeights, rows: _Rows) -> None:
+    def _feed_forward(self, number: int, layer: LayerWeights, rows: _Rows) -> None:
         """What the layer's MLP or experts add, in `added`; experts compute it on the other stream."""
         spec, count = self.spec, rows.part.n_rows
         residual = {"addend": rows.projected, "bias": layer.o_bias}
@@ -435,8 +463,35 @@ class GpuDecoder:
         with self._streams.away() as sent:
             self._experts.enqueue(layer.moe_layer, rows.norm, rows.ids, rows.weights, count, rows.added)
         rows.away = sent.event
+        scores = (parts_of(spec.hidden), rows.part.size, spec.moe.experts)
+        self._record("gate", number, self._scores[: math.prod(scores)].view(scores), rows)
+        self._record("experts", number, rows.ids, rows)
         if layer.shared is not None:
             self._mlp(layer.shared, rows, rows.shared)
+
+    def _finish(
+        self, last: LayerWeights | None, whole: Mapping[str, Tensor], pick: Tensor, count: Tensor
+    ) -> None:
+        """The final norm of picked rows, side by side in `_final`."""
+        norm_rope.add_norm(
+            whole["x"], self._weights.final_norm, count, self.spec.eps, out=self._final[: len(pick)], pick=pick,
+            **_added_by(last, whole),
+        )  # fmt: skip
+
+    def _record(self, kind: str, layer: int, source: Tensor, rows: _Rows, **more: Tensor | None) -> None:
+        if self._taps is not None:
+            self._taps.record(kind, layer, source, rows.part, **more)
+
+    def _record_head(self, last: LayerWeights | None, whole: Mapping[str, Tensor]) -> None:
+        """The final norm and the logits of recorded rows, whether or not the step is asked for these."""
+        taps, size = self._taps, len(whole["x"])
+        if taps is None:
+            return
+        self._finish(last, whole, taps.picked[:size], taps.n_picked)
+        taps.record_picked("final_norm", self._final[:size], taps.n_picked)
+        for first, count in zip(range(0, size, len(self._logits)), taps.n_logits, strict=False):
+            self._head(first, count, size - first)
+            taps.record_picked("logits", self._logits[: size - first], count, first)
 
     def _mlp(self, mlp: Mlp | None, rows: _Rows, out: Tensor) -> None:
         if mlp is None:
@@ -473,9 +528,11 @@ class GpuDecoder:
         return self._piece.view(-1)[:1]
 
 
-def _shared_of(layer: LayerWeights | None, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What a layer's shared expert adds beside the routed ones."""
-    if layer is None or layer.shared is None:
+def _added_by(layer: LayerWeights | None, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What a layer's MLP or experts, and its shared expert beside them, add to the residual stream."""
+    if layer is None:
         return {}
+    if layer.shared is None:
+        return {"addend": buffers["added"]}
     scale = {} if layer.shared_gate is None else {"scale": buffers["share"]}
-    return {"shared": buffers["shared"], **scale}
+    return {"addend": buffers["added"], "shared": buffers["shared"], **scale}

@@ -189,9 +189,7 @@ class StepInputs:
             words[places.count(f"items {number}")] = len(work.items)
             words[places.count(f"merges {number}")] = len(work.merges)
             words[0] = places.items[number] + work.items.size
-        words[places.wanted : places.wanted + len(wanted)] = (
-            wanted if parts == 1 else np.where(wanted < first, wanted, wanted - first + each)
-        )
+        words[places.wanted : places.wanted + len(wanted)] = rows_in_buffers(wanted, rows, size, parts)
         if choices is not None:
             words[places.choices : places.choices + choices.size] = choices.ravel()
             words[places.count("choices")] = len(choices)
@@ -203,8 +201,7 @@ class StepInputs:
     def fetch(self, step: Step) -> None:
         """Launch what brings the inputs to the device and its block tables up to date."""
         places = _Places(step.size, len(step.parts), self.partials)
-        grid = triton.cdiv(places.end, _FETCHED)
-        fetch_kernel[(grid,)](self._host, self._device, BLOCK=_FETCHED, num_warps=4, enable_fp_fusion=False)
+        fetch(self._host, self._device, places.end)
         patch_kernel[(1,)](
             step.changes, step.n_changes, self.tables, self.tables.shape[1], BLOCK=CHANGES, num_warps=4,
             enable_fp_fusion=False,
@@ -269,6 +266,18 @@ class _Places:
     def count(name: str) -> int:
         """Where a count lies."""
         return COUNT_STRIDE * (1 + _COUNTS.index(name))
+
+
+def rows_in_buffers(rows: np.ndarray, count: int, size: int, parts: int) -> np.ndarray:
+    """Where rows of a step of `count` lie in buffers of `size`, half of which a second micro-batch has."""
+    first = -(-count // parts)
+    return rows if parts == 1 else np.where(rows < first, rows, rows - first + size // parts)
+
+
+def fetch(host: Tensor, device: Tensor, most: int) -> None:
+    """Launch a copy of int32 words in use, as the first of them counts, of at most so many."""
+    grid = triton.cdiv(most, _FETCHED)
+    fetch_kernel[(grid,)](host, device, BLOCK=_FETCHED, num_warps=4, enable_fp_fusion=False)
 
 
 # ---- kernels

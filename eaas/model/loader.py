@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -82,8 +83,13 @@ def load_spec(checkpoint: Checkpoint) -> ModelSpec:
     return spec
 
 
-def load_weights(checkpoint: Checkpoint, spec: ModelSpec) -> dict[str, np.ndarray]:
+def load_weights(
+    checkpoint: Checkpoint, spec: ModelSpec, roles: Collection[str] | None = None
+) -> dict[str, np.ndarray]:
     """Role -> read-only weights; see `families.tensors_of` for the roles. No routed expert is touched.
+
+    Args:
+        roles: Of which; None: of all.
 
     Returns:
         float32 arrays, or uint16 arrays that hold bfloat16 bits: views of the mapped files. float16 has no
@@ -96,6 +102,8 @@ def load_weights(checkpoint: Checkpoint, spec: ModelSpec) -> dict[str, np.ndarra
     weights: dict[str, np.ndarray] = {}
     scheme = scheme_of(checkpoint.config)
     for role, plan in tensors_of(spec).items():
+        if roles is not None and role not in roles:
+            continue
         stored = stored_weight(checkpoint, scheme, role, plan)
         if isinstance(stored, Quantized) or holds(scheme, checkpoint, plan.module):
             wide = stored.dequantized() if isinstance(stored, Quantized) else stored

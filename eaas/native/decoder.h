@@ -87,6 +87,31 @@ enum { DECODER_NOT_FINITE = -1, DECODER_LEFT = -2 };  // some logit is not finit
 // In place of a forced expert.
 enum { DECODER_FREE = 0xFFFF };
 
+// What can be recorded of rows; all but the chosen experts, ids as floats, are what the step computes with.
+enum DecoderTap {
+    TAP_EMBED,       // hidden: the residual stream before the first layer
+    TAP_ATTENTION,   // hidden: what a layer's attention adds to it
+    TAP_GATE,        // experts: logits
+    TAP_EXPERTS,     // top_k: ids
+    TAP_RESIDUAL,    // hidden: the residual stream behind a layer
+    TAP_FINAL_NORM,  // hidden
+    TAP_LOGITS,      // vocab
+    TAP_EXPERT,      // hidden: one expert's output, whoever the gate chose, by a call of its own; NaN: no server has it
+};
+
+struct DecoderTaps {
+    const int32_t* rows;     // [rows_count], rising
+    // [TAP_EXPERT][layers]: where in `frame` a kind of a layer begins, in floats; below 0: it is not recorded. Layer 0
+    // for what no layer has. There are rows_count times its width.
+    const int64_t* places;
+    const int64_t* experts;  // [experts_count][3]: layer, expert, where in `frame`
+    float* frame;
+    // Of each row only mean, root mean square and greatest magnitude of its finite numbers, and how many are not: 4
+    // floats in place of its width; of logits the first 4 of it.
+    uint32_t statistics;
+    uint32_t rows_count, experts_count;
+};
+
 struct DecoderPlan {
     const int32_t* tokens;       // [rows]
     const int32_t* positions;    // [rows]
@@ -105,6 +130,7 @@ struct DecoderPlan {
     // Experts that take the place of the gate's choice, [rows][MoE layers][top_k]; DECODER_FREE first: the gate chooses.
     // Null: it does everywhere.
     const uint16_t* forced;
+    const DecoderTaps* taps;     // null: nothing is recorded
     uint64_t deadline_ns;        // CLOCK_MONOTONIC
     uint32_t rows, tables_rows, table_blocks, logits_count;
 };

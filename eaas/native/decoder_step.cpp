@@ -28,9 +28,11 @@ struct Lane {
     void ended(uint64_t phase) const { p2p_lanes_stamp(d.pool, index, phase); }
     Span share(uint64_t count) const { return Span(count, index, d.lanes); }
     // In the last layer, once its keys and values are stored, only rows whose logits are wanted live on: side
-    // by side, in the order of plan.logits_rows; all, where the experts of each are to be noted or are given.
+    // by side, in the order of plan.logits_rows; all, where the experts of each are to be noted or are given, or rows
+    // are recorded.
     bool narrows(const Layer& layer) const {
-        return &layer == &d.layers.back() && plan.logits_count < plan.rows && !plan.routed && !plan.forced;
+        return &layer == &d.layers.back() && plan.logits_count < plan.rows && !plan.routed && !plan.forced &&
+               !plan.taps;
     }
     uint32_t live_rows(const Layer& layer) const { return narrows(layer) ? plan.logits_count : plan.rows; }
     uint64_t hidden_bytes() const { return static_cast<uint64_t>(s.hidden) * d.element_bytes(); }
@@ -38,6 +40,34 @@ struct Lane {
 
 Lane lane_of(Step& step, uint32_t index) {
     return {step, step.decoder, step.decoder.shape, step.plan, index, step.decoder.lane_scratch[index]};
+}
+
+// ---- taps
+//
+// Each is behind a barrier that completes what it reads, and before the next, after which that may be written again.
+
+float* place_of(const Lane& lane, DecoderTap kind, uint64_t layer) {
+    const DecoderTaps* taps = lane.plan.taps;
+    const int64_t place = taps ? taps->places[kind * lane.s.layers + layer] : -1;
+    return place < 0 ? nullptr : taps->frame + place;
+}
+
+uint64_t number_of(const Lane& lane, const Layer& layer) { return static_cast<uint64_t>(&layer - lane.d.layers.data()); }
+
+void record(const Lane& lane, const float* from, uint32_t width, float* to, uint64_t number) {
+    if (lane.plan.taps->statistics)
+        lane.d.ops->statistics(from, width, to + 4 * number);
+    else
+        std::memcpy(to + width * number, from, width * sizeof(float));
+}
+
+// This lane's part of the recorded rows, of [rows][hidden].
+void record_share(const Lane& lane, const float* from, float* to) {
+    if (!to) return;
+    const DecoderTaps& taps = *lane.plan.taps;
+    const Span part = lane.share(taps.rows_count);
+    for (uint32_t i = part.begin; i < part.end; ++i)
+        record(lane, from + static_cast<uint64_t>(taps.rows[i]) * lane.s.hidden, lane.s.hidden, to, i);
 }
 
 void embed(const Lane& lane) {
@@ -352,6 +382,7 @@ void attention(const Lane& lane, const Layer& layer) {
     product_to_residual(lane, layer.o, d.attended, lane.live_rows(layer),
                         layer.has_o_bias ? layer.o_bias : nullptr);
     lane.barrier();
+    record_share(lane, d.out, place_of(lane, TAP_ATTENTION, number_of(lane, layer)));
 }
 
 // ---- feed-forward: dense, or experts with shared ones beside them
@@ -404,6 +435,22 @@ const uint16_t* forced_experts(const Lane& lane, const Layer& layer, uint64_t ro
     return *forced == DECODER_FREE ? nullptr : forced;
 }
 
+void record_choices(const Lane& lane, const Layer& layer, const Span& rows) {
+    const Decoder& d = lane.d;
+    const uint32_t top_k = lane.s.top_k, experts = lane.s.experts;
+    float* logits = place_of(lane, TAP_GATE, number_of(lane, layer));
+    float* chosen = place_of(lane, TAP_EXPERTS, number_of(lane, layer));
+    for (uint32_t i = 0; (logits || chosen) && i < lane.plan.taps->rows_count; ++i) {
+        const uint32_t row = static_cast<uint32_t>(lane.plan.taps->rows[i]);
+        if (row < rows.begin || row >= rows.end) continue;
+        if (logits) record(lane, d.gate_logits + static_cast<uint64_t>(row) * experts, experts, logits, i);
+        if (!chosen) continue;
+        const uint16_t* ids = d.expert_ids + static_cast<uint64_t>(row) * top_k;
+        std::copy_n(ids, top_k, lane.scratch.row);
+        record(lane, lane.scratch.row, top_k, chosen, i);
+    }
+}
+
 // Norms, gate scores and choices of this lane's rows; lane 0 takes few rows alone, for it plans the call.
 void choose_experts(const Lane& lane, const Layer& layer) {
     const Decoder& d = lane.d;
@@ -431,6 +478,7 @@ void choose_experts(const Lane& lane, const Layer& layer) {
                     d.expert_ids + row * s.top_k, d.expert_weights + row * s.top_k);
         if (lane.plan.routed) note_experts(lane, layer, row);
     }
+    record_choices(lane, layer, rows);
 }
 
 // What may be left out of the layer's rows; the call writes there, and only lane 0 of it.
@@ -449,6 +497,56 @@ void keep_dropped(const Lane& lane, const Layer& layer) {
         if (lane.d.drop[i] == EXPERTS_DROPPED) plan.drop[plan.logits_rows[i]] = EXPERTS_DROPPED;
 }
 
+// What experts that are recorded make of the recorded rows, as a call of their own says it. Nobody else depends on it: an
+// expert that no server holds is left out, and not a number stands in its place.
+int32_t record_experts(const Lane& lane, const Layer& layer) {
+    const Decoder& d = lane.d;
+    const DecoderTaps& taps = *lane.plan.taps;
+    const uint32_t rows = lane.plan.rows, top_k = lane.s.top_k;
+    for (uint32_t e = 0; e < taps.experts_count; ++e) {
+        const int64_t* tap = taps.experts + 3 * e;
+        if (static_cast<uint64_t>(tap[0]) != number_of(lane, layer)) continue;
+        const Span part = lane.share(rows);
+        lane.barrier();
+        for (uint64_t row = part.begin; row < part.end; ++row) {
+            std::fill_n(d.expert_ids + row * top_k, top_k, EXPERTS_NO_EXPERT);
+            std::fill_n(d.expert_weights + row * top_k, top_k, 0.0f);
+            std::fill_n(d.out + row * lane.s.hidden, lane.s.hidden, 0.0f);
+            d.drop[row] = EXPERTS_MAY_DROP;
+            if (!std::binary_search(taps.rows, taps.rows + taps.rows_count, static_cast<int32_t>(row))) continue;
+            d.expert_ids[row * top_k] = static_cast<uint16_t>(tap[1]);
+            d.expert_weights[row * top_k] = 1.0f;
+        }
+        lane.barrier();
+        const int32_t status =
+            d.call(d.state, d.pool, lane.index, static_cast<uint32_t>(layer.moe_layer), d.normed, rows, d.expert_ids,
+                   d.expert_weights, d.out, d.drop, lane.plan.deadline_ns, nullptr, nullptr);
+        if (status != DECODER_OK) return status;
+        lane.barrier();
+        for (uint64_t row = part.begin; row < part.end; ++row)
+            if (d.drop[row] == EXPERTS_DROPPED)
+                std::fill_n(d.out + row * lane.s.hidden, lane.s.hidden, std::numeric_limits<float>::quiet_NaN());
+        lane.barrier();
+        record_share(lane, d.out, taps.frame + tap[2]);
+    }
+    return DECODER_OK;
+}
+
+void add_shared(const Lane& lane, const Layer& layer) {
+    const Decoder& d = lane.d;
+    const uint32_t rows = lane.live_rows(layer);
+    const Span tiles = lane.share(layer.shared.down.tiles());
+    const uint32_t begin = tiles.begin * EXPERTS_TILE_ROWS;
+    const uint32_t end =
+        tiles.end * EXPERTS_TILE_ROWS < lane.s.hidden ? tiles.end * EXPERTS_TILE_ROWS : lane.s.hidden;
+    for (uint32_t row = 0; begin < end && row < rows; ++row) {
+        const uint64_t at = static_cast<uint64_t>(row) * lane.s.hidden + begin;
+        d.ops->add_scaled(d.x + at, d.shared_out + at, lane.s.shared_gate ? d.shared_scale[row] : 1.0f,
+                          end - begin);
+    }
+    lane.barrier();
+}
+
 int32_t experts(const Lane& lane, const Layer& layer) {
     const Decoder& d = lane.d;
     const uint32_t rows = lane.live_rows(layer);
@@ -463,18 +561,9 @@ int32_t experts(const Lane& lane, const Layer& layer) {
                                   droppable(lane, layer), lane.plan.deadline_ns,
                                   shared ? run_shared : nullptr, &lane.step);
     keep_dropped(lane, layer);
-    if (status != DECODER_OK || !shared) return status;
-    const Span tiles = lane.share(layer.shared.down.tiles());
-    const uint32_t begin = tiles.begin * EXPERTS_TILE_ROWS;
-    const uint32_t end =
-        tiles.end * EXPERTS_TILE_ROWS < lane.s.hidden ? tiles.end * EXPERTS_TILE_ROWS : lane.s.hidden;
-    for (uint32_t row = 0; begin < end && row < rows; ++row) {
-        const uint64_t at = static_cast<uint64_t>(row) * lane.s.hidden + begin;
-        d.ops->add_scaled(d.x + at, d.shared_out + at, lane.s.shared_gate ? d.shared_scale[row] : 1.0f,
-                          end - begin);
-    }
-    lane.barrier();
-    return DECODER_OK;
+    if (status != DECODER_OK) return status;
+    if (shared) add_shared(lane, layer);
+    return lane.plan.taps ? record_experts(lane, layer) : DECODER_OK;
 }
 
 // The head's product a few tiles at a time, which stay in the nearest cache: a row of which only the highest logit
@@ -522,6 +611,33 @@ void head(const Lane& lane) {
     lane.ended(PHASE_HEAD);
 }
 
+// The final norm and the logits of recorded rows, whether or not the step is asked for these.
+void record_head(const Lane& lane) {
+    const Decoder& d = lane.d;
+    const DecoderTaps& taps = *lane.plan.taps;
+    const uint64_t hidden = lane.s.hidden, vocab = lane.s.vocab;
+    const Span part = lane.share(taps.rows_count);
+    float* to = place_of(lane, TAP_FINAL_NORM, 0);
+    for (uint32_t i = part.begin; to && i < part.end; ++i) {
+        d.ops->rms_norm(d.x + static_cast<uint64_t>(taps.rows[i]) * hidden, d.final_norm, lane.s.hidden, lane.s.eps,
+                        lane.scratch.row);
+        record(lane, lane.scratch.row, lane.s.hidden, to, i);
+    }
+    float* logits = place_of(lane, TAP_LOGITS, 0);
+    if (!logits) return;
+    // The step's own logits are computed from the same scratch.
+    lane.barrier();
+    const uint8_t* x = normed(lane, d.final_norm, taps.rows_count, taps.rows);
+    const Span tiles = lane.share(d.head.tiles());
+    product(lane, d.head, x, taps.rows_count, logits, vocab, tiles.begin, tiles.end);
+    lane.barrier();
+    for (uint32_t i = part.begin; taps.statistics && i < part.end; ++i) {
+        float found[4];
+        d.ops->statistics(logits + i * vocab, lane.s.vocab, found);
+        std::copy_n(found, 4, logits + i * vocab);
+    }
+}
+
 }  // namespace
 
 void settle_choices(const Step& step) {
@@ -547,6 +663,7 @@ void run_lane(void* arg, uint32_t index) {
     lane.ended(PHASE_BEGIN);
     embed(lane);
     lane.barrier();
+    record_share(lane, d.x, place_of(lane, TAP_EMBED, 0));
     for (const Layer& layer : d.layers) {
         attention(lane, layer);
         if (lane.live_rows(layer) == 0) return;
@@ -557,8 +674,10 @@ void run_lane(void* arg, uint32_t index) {
             if (index == 0) step.status = status;
             return;
         }
+        record_share(lane, d.x, place_of(lane, TAP_RESIDUAL, number_of(lane, layer)));
     }
     head(lane);
+    if (step.plan.taps) record_head(lane);
 }
 
 }  // namespace eaas

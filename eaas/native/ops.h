@@ -71,6 +71,8 @@ struct Ops {
     float (*highest)(const float* x, uint32_t n, int* finite);
     // out[i] = exp((x[i] - top) * scale); zeros up to the next multiple of 16.
     void (*weights)(const float* x, float top, float scale, uint32_t n, float* out);
+    // Mean, root mean square and greatest magnitude of the finite ones of n values, and how many are not finite.
+    void (*statistics)(const float* x, uint32_t n, float* out);
     // sums[b] of blocks of kSampleBlock values; x is padded with zeros to a multiple of 16.
     void (*block_sums)(const float* x, uint32_t n, double* sums);
 };

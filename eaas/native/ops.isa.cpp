@@ -389,9 +389,42 @@ void block_sums(const float* x, uint32_t n, double* sums) {
     }
 }
 
+void statistics(const float* x, uint32_t n, float* out) {
+    // Columns of 16, which the compiler keeps in vectors: a number in column i % 16, whatever the instruction set.
+    float sums[16] = {}, squares[16] = {}, greatest[16] = {};
+    uint32_t broken[16] = {};
+    const auto add = [&](uint32_t column, float value) {
+        uint32_t bits;
+        __builtin_memcpy(&bits, &value, 4);
+        const bool finite = (bits & 0x7fffffff) < 0x7f800000;
+        const float kept = finite ? value : 0.0f, size = kept < 0.0f ? -kept : kept;
+        sums[column] += kept;
+        squares[column] += kept * kept;
+        greatest[column] = size > greatest[column] ? size : greatest[column];
+        broken[column] += !finite;
+    };
+    uint32_t i = 0;
+    for (; i + 16 <= n; i += 16)
+        for (uint32_t column = 0; column < 16; ++column) add(column, x[i + column]);
+    for (uint32_t column = 0; i < n; ++i, ++column) add(column, x[i]);
+    float sum = 0.0f, square = 0.0f, most = 0.0f;
+    uint32_t bad = 0;
+    for (uint32_t column = 0; column < 16; ++column) {
+        sum += sums[column];
+        square += squares[column];
+        most = greatest[column] > most ? greatest[column] : most;
+        bad += broken[column];
+    }
+    const float finite = static_cast<float>(n - bad > 1 ? n - bad : 1);
+    out[0] = sum / finite;
+    out[1] = __builtin_sqrtf(square / finite);
+    out[2] = most;
+    out[3] = static_cast<float>(bad);
+}
+
 }  // namespace
 
-extern const eaas::Ops ops = {rms_norm,   rope,     store_kv,      attend,      gate,      dot, sigmoid,
-                              add_scaled, to_float, highest_logit, exp_weights, block_sums};
+extern const eaas::Ops ops = {rms_norm,   rope,     store_kv,      attend,      gate,       dot,       sigmoid,
+                              add_scaled, to_float, highest_logit, exp_weights, statistics, block_sums};
 
 }  // namespace EAAS_ISA_NS

@@ -21,6 +21,7 @@ import typer
 import eaas.beside  # noqa: F401
 from eaas.ops.chaos.cli import chaos_app
 from eaas.ops.credentials import certs, keys_app
+from eaas.ops.inspection import inspect_app
 from eaas.ops.load.cli import load
 from eaas.ops.running import retire, roll, scale, status, top
 from eaas.ops.terminal import Json, console, failing_on
@@ -41,6 +42,7 @@ for verb in (status, scale, retire, roll, top, load, certs):
     app.command()(verb)
 app.add_typer(chaos_app, name="chaos")
 app.add_typer(keys_app, name="keys")
+app.add_typer(inspect_app, name="inspect")
 
 
 def _tell_version(wanted: bool) -> None:

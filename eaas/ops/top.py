@@ -1,4 +1,4 @@
-"""`eaas top`: boards from a gateway's /dashboard/events, however often the connection ends, pictures out, four keys."""
+"""`eaas top`: boards from a gateway's /dashboard/events, however often the connection ends, pictures out, six keys."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ _AGAIN_S = 1.0
 _LONGEST_LINE = 4 << 20
 _HELP = """\
 [b]Keys[/]   [b]q[/] quit   [b]p[/] pause and go on   [b]s[/] sort by number, load, state   [b]?[/] this
+         [b]e[/] experts that an inspection sees, by token   [b]l[/] its next layer
 
 [b]Top line[/]   ● whole: nothing to do   ▲ degraded: served, but look   ✕ down: not served
            below it: what is amiss, and → what to do about it
@@ -41,6 +42,8 @@ _HELP = """\
            computes a second; brighter is busier
            » took over from a lost server   + gained   − gave up a copy
            ✕ lost   … loading   ↓ drains   ? suspect
+[b]Experts[/]    entropy of the gate's scores, of the greatest possible: the newest of each
+           layer, and over two minutes; experts chosen together; by token, how often
 [b]Times[/]      are UTC; the same picture is at /dashboard of the gateway
 """
 
@@ -172,6 +175,8 @@ class Top(App[str]):
         Binding("q,ctrl+c", "quit", "quit"),
         Binding("p,space", "pause", "pause"),
         Binding("s", "sort", "sort"),
+        Binding("e", "gates", "experts"),
+        Binding("l", "layer", "layer"),
         Binding("question_mark,h", "help", "help"),
     ]
 
@@ -182,6 +187,8 @@ class Top(App[str]):
         self.board = board
         self.paused = False
         self.sort = SORTS[0]
+        self.gates = False
+        self.step = 0
         self._broken = ""
         self._told_s = time.monotonic()
 
@@ -226,7 +233,15 @@ class Top(App[str]):
             picture.update(Text(f"\n  {self._feed.url}: {waits}. q quits.", "#8b98a5"))
             return
         news, mood = self._news(board)
-        show = Show(width=self.size.width, height=self.size.height, sort=self.sort, news=news, mood=mood)
+        show = Show(
+            width=self.size.width,
+            height=self.size.height,
+            sort=self.sort,
+            gates=self.gates,
+            step=self.step,
+            news=news,
+            mood=mood,
+        )
         picture.update(Group(*draw(board, show)))
 
     def _news(self, board: Board) -> tuple[str, str]:
@@ -247,6 +262,16 @@ class Top(App[str]):
     def action_sort(self) -> None:
         """The next order."""
         self.sort = SORTS[(SORTS.index(self.sort) + 1) % len(SORTS)]
+        self.show()
+
+    def action_gates(self) -> None:
+        """What an inspection sees, or the servers."""
+        self.gates = not self.gates
+        self.show()
+
+    def action_layer(self) -> None:
+        """The next layer of an inspection."""
+        self.step += 1
         self.show()
 
     def action_help(self) -> None:

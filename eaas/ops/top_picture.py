@@ -26,8 +26,10 @@ from eaas.gateway.dashboard.board import (
     WHOLE,
     Board,
     Figure,
+    GateView,
     Happening,
     Heat,
+    Inspection,
     Server,
     Worker,
     number,
@@ -46,6 +48,7 @@ _INK, _DIM, _RULE = "#dbe3ea", "#8b98a5", "#3d4956"
 _RAMP = " ░▒▓█"
 _SPARKS = "▁▂▃▄▅▆▇█"
 _LABEL = 9
+_TOKEN = 14
 _LEAST_HAPPENINGS = 4
 _LEGEND = "» took over  + gained  − gave up a copy  ✕ lost  … loads  ↓ drains  ? suspect"
 # From a cell at rest to the hottest.
@@ -54,11 +57,15 @@ _COLD, _HOT = (22, 38, 54), (62, 166, 255)
 
 @dataclass(frozen=True, kw_only=True)
 class Show:
-    """How to show a board. news: what the feed is doing, in words; mood of it. sort: one of SORTS."""
+    """How to show a board. news: what the feed is doing, in words; mood of it. sort: one of SORTS. gates: what an
+    inspection sees in place of the servers' heat. step: of its layers, counted on from the first, and around.
+    """
 
     width: int
     height: int
     sort: str = SORTS[0]
+    gates: bool = False
+    step: int = 0
     news: str = "live"
     mood: str = GOOD
 
@@ -72,12 +79,15 @@ def draw(board: Board, show: Show) -> list[Text]:
     top += _attention(board, show, 2 if show.height < 30 else 8)
     # Title, names, busy and legend of the heat map; title of the happenings; keys.
     left = show.height - len(top) - 4 - 1 - 1
-    rows = max(1, min(board.heat.layers, left - min(_LEAST_HAPPENINGS, len(board.happenings))))
-    lines = [*top, *_heat(board.heat, show, rows)]
+    room = left - min(_LEAST_HAPPENINGS, len(board.happenings))
+    if show.gates and board.inspection is not None:
+        lines = [*top, *_inspection(board.inspection, show, room + 4)]
+    else:
+        lines = [*top, *_heat(board.heat, show, max(1, min(board.heat.layers, room)))]
     lines += _happenings(board, show, show.height - len(lines) - 1)
     lines = lines[: show.height - 1]
     lines += [Text("")] * (show.height - 1 - len(lines))
-    lines.append(_keys(show))
+    lines.append(_keys(show, inspected=board.inspection is not None))
     for line in lines:
         line.truncate(show.width, overflow="ellipsis")
     return lines
@@ -261,9 +271,8 @@ def _cell(server: Server, first: int, last: int, hottest: float, wide: int) -> T
     held = any(server.held[first:last])
     mark = next((mark for mark in server.marks[first:last] if mark), "")
     heat = min(1.0, rows / hottest) if hottest >= 1 else 0.0
-    red, green, blue = (round(cold + (hot - cold) * heat) for cold, hot in zip(_COLD, _HOT, strict=True))
-    ink = "#06121d" if heat > 0.62 else "#e6eef5"
-    style = Style.parse(f"{ink} on #{red:02x}{green:02x}{blue:02x}" if held else _DIM)
+    ink, back = _shades(heat)
+    style = Style.parse(f"{ink} on {back}" if held else _DIM)
     if wide >= 5:
         body = short(rows).rjust(wide - 3) if held else "·".rjust(wide - 3)
         text = Text().append(body + " ", style)
@@ -271,6 +280,12 @@ def _cell(server: Server, first: int, last: int, hottest: float, wide: int) -> T
         return text.append(" ")
     glyph = MARK_GLYPHS[mark] if mark else _RAMP[min(4, math.ceil(heat * 4))] if held else "·"
     return Text(glyph.center(wide), style)
+
+
+def _shades(heat: float) -> tuple[str, str]:
+    """Ink and ground of a cell. heat: 0 to 1."""
+    red, green, blue = (round(cold + (hot - cold) * heat) for cold, hot in zip(_COLD, _HOT, strict=True))
+    return "#06121d" if heat > 0.62 else "#e6eef5", f"#{red:02x}{green:02x}{blue:02x}"
 
 
 def _busy(server: Server, wide: int) -> Text:
@@ -287,6 +302,60 @@ def _busy(server: Server, wide: int) -> Text:
         text, style = server.state, _MOODS[WARN]
     text = text if len(text) <= wide else text[: wide - 1] + "…" if wide > 2 else text[:wide]
     return Text(text.center(wide), style)
+
+
+def _inspection(inspection: Inspection, show: Show, most: int) -> list[Text]:
+    """At most so many lines, but six."""
+    right = f"{number(inspection.produced)} records, {number(inspection.dropped)} dropped"
+    fault = (
+        [Text(f" {MOOD_GLYPHS[BAD]} {inspection.fault}", f"bold {_MOODS[BAD]}")] if inspection.fault else []
+    )
+    if not inspection.layers:
+        return [
+            _rule(inspection.id, show, right),
+            *fault,
+            Text(" no gate was recorded yet, no experts", _DIM),
+        ]
+    at = show.step % len(inspection.layers)
+    gate = inspection.layers[at]
+    now = next((value for value in reversed(gate.entropy) if value is not None), None)
+    drift = f", drift {100 * gate.drift:+.1f} points" if gate.drift is not None else ""
+    by_layer = Text(" by layer ", _DIM)
+    for place, one in enumerate(inspection.layers):
+        by_layer.append(
+            bars(one.entropy[-1:] or (None,)), f"bold {_MOODS[WARN]}" if place == at else "#3ea6ff"
+        )
+    curve = (
+        Text(" entropy  ", _DIM).append(bars(gate.entropy), "#3ea6ff").append(f" {share(now)}{drift}", _INK)
+    )
+    lines = [_rule(f"experts by token, layer {gate.layer}", show, right), *fault, by_layer, curve]
+    together = " ".join(f"{a}+{b} ×{short(n)} " for a, b, n in gate.pairs)
+    lines.append(Text(" together ", _DIM).append(together, _INK))
+    return [*lines, *_token_heat(gate, show, max(1, most - len(lines) - 1))]
+
+
+def bars(values: Sequence[float | None]) -> str:
+    """Shares of 1; a space where there is none."""
+    return "".join(" " if value is None else _SPARKS[min(7, int(8 * value))] for value in values)
+
+
+def _token_heat(gate: GateView, show: Show, rows: int) -> list[Text]:
+    wide = max(4, min(9, (show.width - _TOKEN - 1) // max(1, len(gate.experts))))
+    lines = [Text(f" {'expert':<{_TOKEN}}", _DIM)]
+    for expert in gate.experts:
+        lines[0].append(f"{expert} ".rjust(wide), f"bold {_INK}")
+    for text, counts in gate.tokens[:rows]:
+        line = Text(f" {text}", _INK)
+        line.truncate(_TOKEN, overflow="ellipsis", pad=True)
+        line.append(" ")
+        most = max(counts, default=0) or 1
+        for count in counts:
+            ink, back = _shades(count / most)
+            line.append(
+                f"{short(count) if count else '·'} ".rjust(wide), f"{ink} on {back}" if count else _DIM
+            )
+        lines.append(line)
+    return lines
 
 
 def _happenings(board: Board, show: Show, rows: int) -> list[Text]:
@@ -310,9 +379,12 @@ def _happening(happening: Happening, now_s: float, width: int) -> list[Text]:
     return [head.append(said[0], style), *(Text(" " * wide + more, style) for more in said[1:])]
 
 
-def _keys(show: Show) -> Text:
+def _keys(show: Show, inspected: bool) -> Text:
     line = Text(" ")
-    for key, name in (("q", "quit"), ("p", "pause"), ("s", f"sort: {show.sort}"), ("?", "help")):
+    middle = [("s", f"sort: {show.sort}")]
+    if inspected:
+        middle = [("e", "servers"), ("l", "layer")] if show.gates else [("s", "sort"), ("e", "experts")]
+    for key, name in (("q", "quit"), ("p", "pause"), *middle, ("?", "help")):
         line.append(f" {key} ", "bold #06121d on #8b98a5").append(f" {name}  ", _DIM)
     right = f"{MOOD_GLYPHS[show.mood]} {'no news' if show.mood == BAD else show.news} "
     line.append(" " * max(1, show.width - line.cell_len - len(right)))

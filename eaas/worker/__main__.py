@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from eaas.model.loader import load_spec, load_weights
@@ -26,8 +27,10 @@ from eaas.worker.config import BLOCK_TOKENS, NO_DRAFTS, NO_OVERLAP, WorkerOption
 from eaas.worker.constraint import Grammars
 from eaas.worker.decoder import Decoder, DecoderError
 from eaas.worker.engine import LEAST_WAIT, Engine, EngineConfig
+from eaas.worker.inspector import Inspector
 from eaas.worker.loop import MOST_REST_S, STUCK_MARGIN_S, Worker
 from eaas.worker.protocol import Hello
+from eaas.worker.sinks import opened
 from eaas.worker.tls_listener import TlsListener
 from experts.backend import Backend, DeviceUnavailable
 from experts.checkpoint import Checkpoint
@@ -169,9 +172,12 @@ class Load:
 
 
 def decoding(
-    device: Device, backend: Backend, overlap: bool, drafts: int
+    device: Device, backend: Backend, overlap: bool, drafts: int, taps: bool
 ) -> tuple[Callable[[Dtype], str], Callable[..., Decoder | GpuDecoder]]:
     """Who computes: the name of its arithmetic, and what makes a decoder of (spec, weights, client, cores, ...).
+
+    Args:
+        taps: Rows may be recorded.
 
     Raises:
         ValueError: a CPU is to overlap two halves of a step, or a GPU to compute drafts.
@@ -182,7 +188,13 @@ def decoding(
         from eaas.gpu.decoder import GpuDecoder
 
         return backend.numerics_class, lambda spec, weights, client, cores, **sizes: GpuDecoder(
-            spec, weights, client.backend, device=client.backend.device, double_batching=overlap, **sizes
+            spec,
+            weights,
+            client.backend,
+            device=client.backend.device,
+            double_batching=overlap,
+            taps=taps,
+            **sizes,
         )
     if overlap:
         raise ValueError(NO_OVERLAP)
@@ -235,7 +247,9 @@ def prepare(options: WorkerOptions, ending: Ending, closing: contextlib.ExitStac
     grammars = Grammars.open(options.model, spec.vocab, spec.eos_ids, drafts)
     if grammars is not None:
         closing.callback(grammars.close)
-    class_of, new_decoder = decoding(device, backend, options.overlap, drafts)
+    class_of, new_decoder = decoding(
+        device, backend, options.overlap, drafts, options.inspect_folder is not None
+    )
     # The one name says both: how experts are computed, and the rest in the type of their rows.
     kernels = shape.numerics_class(class_of(dtype))
     credentials = child.credentials(options, ATTENTION)
@@ -352,6 +366,9 @@ def prepare(options: WorkerOptions, ending: Ending, closing: contextlib.ExitStac
         from eaas.spans import WorkerSpans
 
         spans = WorkerSpans(tracing, engine)
+    if options.inspect_folder is not None:
+        open_sink = partial(opened, options.inspect_folder, f"{identity.name}.{identity.incarnation}", spans)
+        engine.inspector = Inspector(spec, decoder, options.step_tokens, open_sink)
     worker = Worker(
         engine,
         hello,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from eaas.tracing import TracingOptions
 from experts.config import MOST_WEIGHT, ComputingOptions, MemberOptions
@@ -89,6 +90,12 @@ class EngineOptions(Options):
         "On CPUs: guess up to N tokens ahead of each request, from what it has said or was told and from its grammar, "
         "where that makes tokens come faster. Whatever is guessed, the tokens are the same.",
         metavar="ngram:N",
+    )
+    inspect_folder: Path | None = option(
+        None,
+        "Let operators record what the model computes (`eaas inspect`), into files below this folder. Default: nothing "
+        "can be recorded.",
+        metavar="FOLDER",
     )
     overlap: bool = option(
         False,

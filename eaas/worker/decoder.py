@@ -7,22 +7,25 @@ module packs the weights, describes the model, and checks what it passes on.
 from __future__ import annotations
 
 import ctypes
+import sys
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
 from eaas import native
 from eaas.model.families import tensors_of
 from eaas.model.spec import Latent, ModelSpec, Score
-from eaas.worker.plan import StepPlan
+from eaas.worker.plan import StepPlan, StepTaps
 from eaas.worker.sample import DeviceSamples
+from eaas.worker.taps import KINDS, OF_EXPERTS
 from experts import native as experts_native
 from experts.model import Dtype
 
+MOST_TAPS_KNOWN = 256
 BLOCK_TOKENS = 16  # positions of one cache block, unless asked otherwise
 
 
@@ -194,6 +197,7 @@ class Decoder:
             kv_blocks=kv_blocks,
         )
         self._kv_blocks = kv_blocks
+        self._taps: dict[int, tuple[StepTaps, Any]] = {}
         self._library = native.load()
         self._logits = np.empty((0, spec.vocab), dtype=np.float32)
         # Costs memory where it was written alone.
@@ -288,6 +292,7 @@ class Decoder:
             drop=None if plan.drop is None else plan.drop.ctypes.data,
             routed=self._routed.ctypes.data if plan.routed else None,
             forced=None if plan.forced is None else self._forced(plan.forced, len(tokens)).ctypes.data,
+            taps=None if plan.taps is None else self._native_taps(plan.taps),
             deadline_ns=time.monotonic_ns() + round(max(deadline_s, 0.0) * 1e9),
             rows=len(tokens),
             tables_rows=tables.shape[0],
@@ -314,6 +319,35 @@ class Decoder:
         if np.any((forced >= experts) & (forced[..., :1] != native.DECODER_FREE)):
             raise PlanInvalid(f"An expert of {experts} or more is forced; there are {experts}.")
         return forced
+
+    def _native_taps(self, taps: StepTaps) -> Any:
+        """Whoever made them has checked them against the model."""
+        # The same ones come again and again.
+        known = self._taps.get(id(taps))
+        if known is None or known[0] is not taps:
+            if len(self._taps) >= MOST_TAPS_KNOWN:
+                self._taps.clear()
+            found = native.DecoderTaps(
+                rows=taps.rows.ctypes.data,
+                places=taps.places.ctypes.data,
+                experts=taps.experts.ctypes.data,
+                frame=taps.frame.ctypes.data,
+                statistics=taps.statistics,
+                rows_count=len(taps.rows),
+                experts_count=len(taps.experts),
+            )
+            known = self._taps[id(taps)] = taps, ctypes.pointer(found)
+        return known[1]
+
+    @property
+    def tap_kinds(self) -> frozenset[str]:
+        """What it can record of rows (eaas.worker.taps)."""
+        return frozenset(KINDS if self.spec.moe_layers else {*KINDS} - OF_EXPERTS)
+
+    @property
+    def tap_floats(self) -> int:
+        """Most numbers that a step can record: any."""
+        return sys.maxsize
 
     @property
     def routing_shape(self) -> tuple[int, int, int]:

@@ -17,6 +17,7 @@ import numpy as np
 from eaas.worker.blocks import BlockPool, next_digest
 from eaas.worker.constraint import Compiling, Grammars
 from eaas.worker.decoder import ExpertsLost
+from eaas.worker.inspector import Inspector
 from eaas.worker.plan import StepPlan
 from eaas.worker.protocol import (
     Failed,
@@ -150,7 +151,18 @@ class Engine:
         rows = max(1, min(config.prompt_logprobs_rows, PROMPT_LOGITS_BYTES // (4 * config.vocab)))
         self.scheduler = Scheduler(replace(config, prompt_logprobs_rows=rows), self._pool)
         self.compiling = Compiling(grammars, wake, clock)
+        self._inspector: Inspector | None = None
         self._sampler = SlotSampler(vocab=config.vocab, slots=config.slots)
+
+    @property
+    def inspector(self) -> Inspector | None:
+        """Who records rows for an operator; None: nobody."""
+        return self._inspector
+
+    @inspector.setter
+    def inspector(self, inspector: Inspector) -> None:
+        self._inspector = inspector
+        self.scheduler.record = inspector.record
 
     @property
     def has_work(self) -> bool:
@@ -228,6 +240,7 @@ class Engine:
             output=list(message.output),
             params=message.params,
             share=message.share,
+            inspected=message.inspected,
             eos=self.config.eos_ids,
             submitted_s=self._clock() if came_s is None else came_s,
         )
@@ -301,7 +314,11 @@ class Engine:
         try:
             samples = self._compute(plan, self._budget_s(began_s, guessing=plan.ahead is not None))
         except ExpertsLost as lost:
+            if self._inspector is not None:
+                self._inspector.failed()
             return self._after_loss(lost, began_s, plan)
+        if self._inspector is not None:
+            self._inspector.done(plan)
         self._computed_s = self._clock()
         if not self.scheduler.parked:
             self._lost_since_s = None

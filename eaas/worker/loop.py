@@ -26,7 +26,10 @@ from eaas.worker.engine import Engine
 from eaas.worker.protocol import (
     Cancel,
     Failed,
+    ForgetBlocks,
     Hello,
+    Inspect,
+    Inspected,
     ProtocolError,
     Step,
     Submit,
@@ -52,6 +55,7 @@ BEAT_S = 0.05
 # A step ends by its deadline; one that has gone on for so much longer never ends.
 STUCK_MARGIN_S = 5.0
 LEASE_POLL_S = 0.02
+NOT_INSPECTED = "This attention worker records nothing; start it with --inspect-folder FOLDER."
 # After a step for the background alone others may have the cores for as long as it took, but no longer.
 MOST_REST_S = 0.05
 # A grammar that was compiled wakes the loop; one that takes too long is noticed so soon.
@@ -234,7 +238,7 @@ class Worker:
             while not self._stopping:
                 self._turns += 1
                 self._exchange(self._sleep_s())
-                if self._engine.has_work and self._may_answer():
+                if self._engine.has_work and self._may_answer() and not self._blocked:
                     self._busy.set()
                     self._step()
                 # Grammars are compiled elsewhere, but those who wait for them must hear that this process lives.
@@ -246,6 +250,7 @@ class Worker:
                 if self._spans is not None:
                     self._spans.between()
                 self._tell_load()
+                self._tell_inspection()
                 self._runs.expire(self._clock())
                 self._between_steps()
             self._dismiss(self._stopping)
@@ -258,16 +263,22 @@ class Worker:
                 self._spans.stop()
             for link in self._links.values():
                 link.close("the worker stops")
+            if self._engine.inspector is not None:
+                self._engine.inspector.close()
             self._selector.close()
             for waker in (self._wake_read, self._wake_write, self._listener):
                 waker.close()
 
     # -- steps -----------------------------------------------------------------------------------------------
 
+    @property
+    def _blocked(self) -> bool:
+        return self._engine.inspector is not None and self._engine.inspector.blocked
+
     def _sleep_s(self) -> float:
         if not self._engine.has_work:
             return COMPILE_POLL_S if self._engine.compiling else IDLE_TURN_S
-        if not self._may_answer():
+        if not self._may_answer() or self._blocked:
             return LEASE_POLL_S
         return min(self._took_s, self._rest_s) if self._engine.scheduler.rests else 0.0
 
@@ -321,6 +332,19 @@ class Worker:
             load = msgspec.structs.replace(self._engine.worker_load(), **told)
             for link in self._links.values():
                 link.send(Step(tokens=[], load=load))
+
+    def _tell_inspection(self) -> None:
+        news = self._engine.inspector.news() if self._engine.inspector is not None else None
+        if news is not None and (link := self._links.get(news[0])) is not None:
+            link.send(news[1])
+
+    def _inspect(self, order: Inspect, link: GatewayLink) -> None:
+        if self._engine.inspector is None:
+            link.send(Inspected(id=order.id, fault=NOT_INSPECTED, ended=True))
+        else:
+            refusal = self._engine.inspector.begin(order, link.owner)
+            if refusal is not None:
+                link.send(refusal)
 
     def _beat(self) -> None:
         longest_s = self._engine.config.deadline_s + STUCK_MARGIN_S
@@ -398,8 +422,12 @@ class Worker:
                     self._spans.submitted(message, link.owner)
             elif isinstance(message, Cancel):
                 self._runs.cancel(message.id, link.owner)
-            else:
+            elif isinstance(message, ForgetBlocks):
                 self._engine.scheduler.forget_blocks()
+            elif isinstance(message, Inspect):
+                self._inspect(message, link)
+            elif self._engine.inspector is not None:
+                self._engine.inspector.end(message.id)
         if any(isinstance(message, Cancel) for message in messages):
             # With nothing left to do it would be silent, and a gateway that thought it frozen would never know better.
             link.send(Step(tokens=[]))
@@ -417,6 +445,8 @@ class Worker:
         log.info("gateway_gone owner=%d cancelled=%d reason=%s", link.owner, cancelled, link.lost)
         link.close(link.lost)
         del self._links[link.owner]
+        if self._engine.inspector is not None:
+            self._engine.inspector.owner_lost(link.owner)
 
     def _dismiss(self, reason: str) -> None:
         message = f"{self._hello.name} stops: {reason}."

@@ -14,11 +14,32 @@ from eaas.worker.request import Chunk, Request, TokenArray
 FREE = 0xFFFF
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class StepTaps:
+    """What a step records of some of its rows, and where to (eaas.worker.taps).
+
+    Args:
+        rows: int32 [r], ascending.
+        places: int64 [kinds but "expert", layers]: where in `frame` what is recorded of a kind and layer begins, as
+            [r, width]; below 0: nothing is.
+        experts: int64 [e, 3]: layer, expert, and where its [r, hidden] begin.
+        frame: float32; written by the step.
+        statistics: Of each row the four of `eaas.worker.taps.STATISTICS` in place of its numbers; of logits in place
+            of the first four.
+    """
+
+    rows: TokenArray
+    places: NDArray[np.int64]
+    experts: NDArray[np.int64]
+    frame: NDArray[np.float32]
+    statistics: bool = False
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepPlan:
     """One step: n rows, of which m + k give logits: m to choose tokens by, k for log-probabilities of prompts.
 
-    A decoder needs the first seven alone.
+    A decoder needs those before `requests` alone.
 
     Args:
         token_ids: int32 [n].
@@ -32,6 +53,7 @@ class StepPlan:
         routed: Note which experts the gates choose for the rows, for `Decoder.routing`.
         forced: uint16 [n, layers, top_k]: experts that a row has in place of the gates' choice; FREE: it has none.
             None: no row has any.
+        taps: What is recorded; None: nothing.
         requests: The m requests, in the order of `logits_rows`; valid for this step.
         prompt_logprobs: Tokens of prompts that the k rows are for, in their order.
         begun: Requests none of whose rows were computed since they came, or were preempted, until this step.
@@ -47,6 +69,7 @@ class StepPlan:
     drop: NDArray[np.uint8] | None = None
     routed: bool = False
     forced: NDArray[np.uint16] | None = None
+    taps: StepTaps | None = None
     requests: Sequence[Request] = ()
     prompt_logprobs: Sequence[Chunk] = ()
     begun: Sequence[Request] = ()

@@ -1,8 +1,8 @@
 """Messages between a gateway and an attention worker, and how they are framed on a TCP stream.
 
 Frame: length u32 big-endian (bytes of the body, 1 to MAX_BODY_BYTES), then the body, one msgpack message.
-The gateway connects; the worker speaks first (Hello). Then Submit, Cancel and ForgetBlocks flow one way, Step and
-Failed the other. All limits are checked before anything is allocated for a message.
+The gateway connects; the worker speaks first (Hello). Then Submit, Cancel, ForgetBlocks, Inspect and EndInspection flow
+one way, Step, Failed and Inspected the other. All limits are checked before anything is allocated for a message.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from eaas.worker.grammar import Grammar
 from experts.config import MOST_WEIGHT
 
 # Of these messages; a worker of another is not used.
-PROTOCOL = 10
+PROTOCOL = 11
 MAX_BODY_BYTES = 64 << 20
 # Of a step's 256 rows and 512 tokens of prompts, some 14 bytes each, 44 MB: they fit in one body. Gateways allow fewer.
 MAX_TOP_LOGPROBS = 4096
@@ -30,6 +30,7 @@ LENGTH_BYTES = 4
 MAX_TENANT = 64
 
 RunKey = Annotated[str, msgspec.Meta(max_length=128)]
+InspectionId = Annotated[str, msgspec.Meta(pattern=r"^inspect-[0-9a-z-]{1,32}$")]
 RequestId = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
@@ -136,7 +137,8 @@ class Submit(msgspec.Struct, kw_only=True, frozen=True, tag="submit", omit_defau
     """Generate for one choice. `output` holds the tokens already emitted by an earlier attempt: they become
     part of the context, count towards max_tokens, and the next token's index is len(output). `traceparent`: the W3C
     header of the gateway's span, where the request is traced. `key`: whoever else asks for the same under it has the
-    tokens of one run, whose computing outlives the connection that it was asked for over; "": none may."""
+    tokens of one run, whose computing outlives the connection that it was asked for over; "": none may.
+    `inspected`: an inspection's id, a slash, and the name under which that records its rows; "": none does."""
 
     id: RequestId
     attempt: Count
@@ -146,6 +148,7 @@ class Submit(msgspec.Struct, kw_only=True, frozen=True, tag="submit", omit_defau
     share: Share = Share()
     traceparent: Annotated[str, msgspec.Meta(max_length=55)] = ""
     key: RunKey = ""
+    inspected: Annotated[str, msgspec.Meta(max_length=300)] = ""
 
 
 class Cancel(msgspec.Struct, kw_only=True, frozen=True, tag="cancel"):
@@ -156,6 +159,34 @@ class Cancel(msgspec.Struct, kw_only=True, frozen=True, tag="cancel"):
 
 class ForgetBlocks(msgspec.Struct, frozen=True, tag="forget_blocks"):
     """No request that comes from now on reuses a KV block that was computed for one before."""
+
+
+class Inspect(msgspec.Struct, kw_only=True, frozen=True, tag="inspect", omit_defaults=True):
+    """Begin an inspection, of which a worker has one at a time: record what is named in `taps` (eaas.worker.taps) of
+    rows of the requests that are submitted as inspected. Sent again, it changes nothing.
+
+    Args:
+        statistics: Of each row its mean, root mean square, greatest magnitude, and count of numbers that are not
+            finite (eaas.worker.taps.STATISTICS), in place of its numbers.
+        policy: What gives way where the ring is full: the oldest rows, the newest, or serving, which waits.
+        sink: Where rows go (eaas.worker.sinks); "views": nowhere, what `Inspected.views` says is enough.
+        ring_bytes: Of rows that wait for the sink.
+        for_s: Then it ends by itself.
+    """
+
+    id: InspectionId
+    taps: Annotated[list[Annotated[str, msgspec.Meta(max_length=64)]], msgspec.Meta(max_length=1024)]
+    statistics: bool = False
+    policy: Literal["drop-oldest", "drop-newest", "block"] = "drop-oldest"
+    sink: Literal["safetensors", "npy", "arrow", "spans", "views"] = "safetensors"
+    ring_bytes: Annotated[int, msgspec.Meta(ge=1 << 16, le=1 << 34)] = 256 << 20
+    for_s: Annotated[float, msgspec.Meta(gt=0)] = 3600.0
+
+
+class EndInspection(msgspec.Struct, kw_only=True, frozen=True, tag="end_inspection"):
+    """Record nothing more, deliver what there is, and close the sink. Unknown ids are ignored."""
+
+    id: InspectionId
 
 
 class Hello(msgspec.Struct, kw_only=True, frozen=True, tag="hello"):
@@ -214,6 +245,45 @@ class RoutedExperts(msgspec.Struct, frozen=True, array_like=True, gc=False):
     experts: bytes
 
 
+class LayerView(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """How the gate of one MoE layer chose of late.
+
+    Args:
+        layer: Among all layers.
+        entropy: Mean entropy of its scores, of the greatest possible, for each of the last windows of time, the newest
+            last; negative: nothing was recorded in it.
+        pairs: Two experts, the lower first, and how often both were chosen for a row; those that were oftenest.
+        tokens: The commonest tokens, and of each the experts that were chosen oftenest for it, with how often.
+    """
+
+    layer: int
+    entropy: list[float] = []
+    pairs: list[tuple[int, int, int]] = []
+    tokens: list[tuple[int, list[tuple[int, int]]]] = []
+
+
+class Inspected(msgspec.Struct, kw_only=True, frozen=True, tag="inspected", omit_defaults=True):
+    """How an inspection goes: about once a second while it is under way, and when it has ended.
+
+    A record is what one tap says of one row. All that were produced are delivered, dropped, or still on their way.
+
+    Args:
+        fault: Why it was refused, or why the sink takes no more; empty: all is well.
+        ended: Nothing more is said of it.
+        folder: Where the worker's files are, on its host.
+        views: Of layers whose gate or experts are recorded.
+    """
+
+    id: str
+    produced: int = 0
+    delivered: int = 0
+    dropped: int = 0
+    fault: str = ""
+    ended: bool = False
+    folder: str = ""
+    views: list[LayerView] = []
+
+
 class WorkerLoad(msgspec.Struct, kw_only=True, frozen=True, gc=False, omit_defaults=True):
     """How busy a worker is, with all gateways: requests in steps and in the queue, and the share of KV blocks held.
 
@@ -268,8 +338,8 @@ class Failed(msgspec.Struct, kw_only=True, frozen=True, tag="failed"):
         return cls(id=request.id, attempt=request.attempt, code=code, message=message, retryable=retryable)
 
 
-ToWorker = Submit | Cancel | ForgetBlocks
-ToGateway = Hello | Step | Failed
+ToWorker = Submit | Cancel | ForgetBlocks | Inspect | EndInspection
+ToGateway = Hello | Step | Failed | Inspected
 M = TypeVar("M")
 
 _encoder = msgspec.msgpack.Encoder()

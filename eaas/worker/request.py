@@ -96,6 +96,7 @@ class Request:
         key: That of its run; "": none.
         told, told_most: Its last tokens with their log-probabilities, and how many are kept; None: none are.
         finish: Why it ended, where its last token ended it.
+        inspected: As its Submit has it.
         drafts: Tokens that are guessed to come next; whatever they are, what is chosen is the same.
     """
 
@@ -129,6 +130,7 @@ class Request:
     told: list[Token] | None = None
     told_most: int = 0
     finish: Finish = ""
+    inspected: str = ""
     drafts: list[int] = field(default_factory=list[int])
 
     def __post_init__(self, eos: frozenset[int]) -> None:

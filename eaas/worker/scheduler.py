@@ -22,7 +22,7 @@ that generate is two gathers.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -31,7 +31,7 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from eaas.worker.blocks import BlockPool, next_digest, root_digest
-from eaas.worker.plan import StepPlan, forced_rows
+from eaas.worker.plan import StepPlan, StepTaps, forced_rows
 from eaas.worker.request import Chunk, Flow, Refused, Request, TokenArray
 from eaas.worker.shares import Flows, has_room, reckoned_tokens
 from eaas.worker.speculate import Speculation
@@ -133,6 +133,11 @@ class Scheduler:
         self._may_drop = np.zeros(slots, np.uint8)
         self._droppers = self._routed = 0
         self._forced: dict[int, NDArray[np.uint16]] = {}  # by slot
+        # Those that run and may be recorded, by slot: another object after each change. And what is of a step's rows.
+        self._inspected: Mapping[int, Request] = {}
+        self.record: Callable[[TokenArray, Mapping[int, Request]], StepTaps | None] = lambda seqs, requests: (
+            None
+        )
         self._decode_slots: TokenArray | None = None
         self.step_time = StepTime(config.step_tokens)
         self._mixed_steps = 0  # with chunks, one after another
@@ -286,6 +291,7 @@ class Scheduler:
                 drop=self._droppable(slots),
                 routed=self._routed > 0,
                 forced=forced_rows(self._forced, slots, positions),
+                taps=self.record(slots, self._inspected) if self._inspected else None,
             )
         return self._mixed(decoding, slots, chunks)
 
@@ -570,6 +576,8 @@ class Scheduler:
         self._routed += request.params.wants_routing
         if request.forced is not None:
             self._forced[request.slot] = request.forced
+        if request.inspected:
+            self._inspected = {**self._inspected, request.slot: request}
         self._prefilling.append(request)
         return True
 
@@ -616,6 +624,7 @@ class Scheduler:
             begun=self._begun,
             routed=self._routed > 0,
             forced=forced_rows(self._forced, seqs, positions),
+            taps=self.record(seqs, self._inspected) if self._inspected else None,
         )
 
     def _with_drafts(self, decoding: list[Request], slots: TokenArray) -> StepPlan:
@@ -637,6 +646,7 @@ class Scheduler:
             drop=self._droppable(seqs),
             routed=self._routed > 0,
             forced=forced_rows(self._forced, seqs, positions),
+            taps=self.record(seqs, self._inspected) if self._inspected else None,
             ahead=ahead,
         )
 
@@ -667,7 +677,8 @@ class Scheduler:
     def _look_ahead(self, going: Sequence[Request]) -> None:
         """Choose the drafts of requests for which tokens were chosen, and have the masks of their grammars made."""
         if self.speculation.looks:
-            self.speculation.draft(going)
+            # A row of a draft that proves wrong would be recorded like any other.
+            self.speculation.draft([request for request in going if not request.inspected])
         for request in going:
             if request.constraint is not None:
                 drafts = request.drafts
@@ -741,6 +752,8 @@ class Scheduler:
         self._droppers -= request.params.drop_lost_experts
         self._routed -= request.params.wants_routing
         self._forced.pop(request.slot, None)
+        if request.inspected:
+            self._inspected = {slot: one for slot, one in self._inspected.items() if one is not request}
         self._free_slots.append(request.slot)
         request.blocks, request.drafts = [], []
         request.slot = -1

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import http.server
 import json
 import os
 import pty
@@ -20,6 +21,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -28,9 +30,13 @@ from textual.pilot import Pilot
 from eaas.cluster.config import ClusterConfig
 from eaas.cluster.local import LocalCluster
 from eaas.cluster.status import fetch_status
+from eaas.gateway.dashboard.app import dashboard_page, event_of
+from eaas.gateway.dashboard.board import Board
+from eaas.gateway.dashboard.history import History
 from eaas.model.loader import resolve_model
 from eaas.ops.top import Feed, Top
 from tests import chromium
+from tests.eaas import view_world
 
 pytestmark = pytest.mark.full(seconds=10)
 
@@ -304,6 +310,58 @@ def test_the_page_asks_for_a_key_where_one_is_needed_and_keeps_it_out_of_the_add
     page.until("board !== null")
     assert page.run("location.href") == f"{watched.url}/dashboard"
     assert page.run("sessionStorage.getItem('eaas-key')") == "abc d"
+
+
+class Canned(http.server.BaseHTTPRequestHandler):
+    """A gateway of one board."""
+
+    board: Board
+
+    def do_GET(self) -> None:
+        body, headers = dashboard_page()
+        kind = "text/html; charset=utf-8"
+        if self.path == "/dashboard/events":
+            body, headers, kind = event_of(self.board), {}, "text/event-stream"
+        self.send_response(200)
+        for name, value in {**headers, "content-type": kind}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@needs_browser
+def test_the_page_shows_an_inspection_while_there_is_one(page: chromium.Page) -> None:
+    Canned.board = view_world.board(History(), 60.0, inspection=view_world.INSPECTED)
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Canned)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    page.open(f"http://127.0.0.1:{server.server_port}/dashboard")
+    page.until("!document.getElementById('inspection').hidden")
+    text = page.text()
+    for said in (
+        "inspection inspect-1",
+        "4 taps, 12.3k records, 45 dropped",
+        "▸ layer 1",
+        "3+17 ×412",
+        "-50.0",
+    ):
+        assert said in text, text
+    assert "<script>alert(1)</scrip…" in text
+    rows = "Array.from(document.querySelectorAll('#by-token tbody tr'), r => Array.from(r.cells, c => c.textContent))"
+    assert page.run(rows)[0] == ["␣the", "47", "1", "·", "·", "·", "·", "20"]
+    page.press("l")
+    page.until("document.getElementById('layer').textContent.includes('layer 2')")
+    assert page.run("document.querySelector('#by-token thead tr').textContent") == "token3789101119"
+    failed = replace(view_world.INSPECTED, fault="the disk is full", layers=())
+    Canned.board = view_world.board(History(), 61.0, inspection=failed)
+    page.until("document.getElementById('inspection-said').textContent === '✕ the disk is full'")
+    Canned.board = view_world.board(History(), 62.0)
+    page.until("document.getElementById('inspection').hidden")
+    assert page.problems() == []
+    server.shutdown()
+    server.server_close()
 
 
 class Terminal:

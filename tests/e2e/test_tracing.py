@@ -12,6 +12,7 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from eaas.cluster.config import ClusterConfig
@@ -33,11 +34,11 @@ def spans() -> Iterator[Receiver]:
 
 
 @pytest.fixture(scope="module")
-def cluster(tiny: Path, spans: Receiver) -> Iterator[LocalCluster]:
+def cluster(tiny: Path, spans: Receiver, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     """Two attention workers, and no request traced of whose client does not ask for it."""
     config = ClusterConfig(
         model=tiny, served_model_name="tiny", experts=1, replicas=1, attention=2, port=0, cores=(0, 1),
-        trace_url=spans.url, trace_share=0.0,
+        trace_url=spans.url, trace_share=0.0, inspect_folder=tmp_path_factory.mktemp("seen"),
     )  # fmt: skip
     with LocalCluster(config) as running:
         wait_for("both workers", lambda: sum(n.startswith("attention") for n in running.pids()) == 2, running)
@@ -145,6 +146,28 @@ def test_a_replay_is_a_second_span_in_the_same_trace(cluster: LocalCluster, span
     assert second.attributes["eaas.attempt"] == 2
     assert second.attributes["eaas.replayed_tokens"] + second.attributes["eaas.output_tokens"] == 1000
     assert second.attributes["eaas.replayed_tokens"] > 0
+
+
+def test_an_inspection_adds_statistics_to_what_is_traced(cluster: LocalCluster, spans: Receiver) -> None:
+    url = f"{cluster.url}/admin/inspect"
+    order = {"taps": ["layers.*.residual", "logits"], "statistics": True, "sink": "spans"}
+    assert httpx.post(url, json=order).status_code == 200
+    for traceparent in (sampled(8), ""):
+        ask(cluster, traceparent, max_tokens=6)
+    told = httpx.delete(url, timeout=20).json()
+    assert told["produced"] == told["delivered"] > 0
+    wait_for("the choice", lambda: bool(spans.named("attention", trace_of(8))))
+    (choice,) = spans.named("attention", trace_of(8))
+    wait_for(
+        "all steps",
+        lambda: (
+            sum(s.attributes["eaas.rows"] for s in spans.named("activations", trace_of(8)))
+            == choice.attributes["eaas.prompt_tokens"] + 5
+        ),
+    )
+    for span in spans.named("activations", trace_of(8)):
+        assert span.parent == choice.id
+        assert span.events == (*(f"layers.{layer}.residual" for layer in range(4)), "logits")
 
 
 def test_a_request_that_fails_has_a_span_too(cluster: LocalCluster, spans: Receiver) -> None:

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "eaas/native/decoder_state.h"
+#include "experts/native/client.h"
 #include "eaas/native/decoder.h"
 
 namespace {
@@ -53,8 +54,10 @@ namespace {
 
 void plan_runs(LocalExperts& local, uint32_t n, const uint16_t* ids) {
     const uint32_t pairs = n * local.top_k;
+    // Where nobody computes a pair, its weight is 0.
+    const auto id_of = [&](uint32_t pair) { return ids[pair] == EXPERTS_NO_EXPERT ? 0 : ids[pair]; };
     std::fill(local.counts.begin(), local.counts.end(), 0);
-    for (uint32_t i = 0; i < pairs; ++i) ++local.counts[ids[i]];
+    for (uint32_t i = 0; i < pairs; ++i) ++local.counts[id_of(i)];
     local.runs.clear();
     uint32_t first = 0;
     for (uint32_t expert = 0; expert < local.experts; ++expert) {
@@ -65,7 +68,7 @@ void plan_runs(LocalExperts& local, uint32_t n, const uint16_t* ids) {
         first = after;
     }
     for (uint32_t i = 0; i < pairs; ++i) {
-        local.place[i] = local.counts[ids[i]]++;
+        local.place[i] = local.counts[id_of(i)]++;
         local.token[local.place[i]] = i / local.top_k;
     }
 }

@@ -64,7 +64,7 @@ def test_halves_of_a_step_overlap_where_gpus_attend_and_nowhere_else() -> None:
             refused()
     device = Device.parse("cpu")
     with pytest.raises(ValueError, match="serve with --device cuda"):
-        decoding(device, device.backend(), True, 0)
+        decoding(device, device.backend(), True, 0, False)
 
 
 def test_kinds_of_devices_may_be_mixed_where_each_has_workers_and_servers() -> None:

@@ -31,20 +31,23 @@ from eaas.gateway.dashboard.board import (
 )
 from eaas.ops.top import Feed, FeedRefused, Help, NoNews, Top, boards_in
 from eaas.ops.top_picture import Show, draw
-from tests.eaas.view_world import board, member, past, reading, size, story, two_of_each, view
+from tests.eaas.view_world import INSPECTED, board, member, past, reading, size, story, two_of_each, view
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 ONE, TWO, THREE = two_of_each()
 WORKER = member("attention/1", running=12.0, waiting=3.0, kv_use=0.42, tokens_per_s=1234.0, busy=0.93)
 POOLS = {"expert": size(3, 2, starting=1), "attention": size(1, 1)}
 CALM = board(story((0.0, view(5, ONE, TWO, THREE, WORKER))), 5.0, rows=[40] * 8)
+LOST_STORY = story((0.0, view(5, ONE, TWO, THREE, WORKER)), (10.0, view(6, TWO, THREE, WORKER)))
 LOST = board(
-    story((0.0, view(5, ONE, TWO, THREE, WORKER)), (10.0, view(6, TWO, THREE, WORKER))),
+    LOST_STORY,
     13.0,
     pools=POOLS,
     rows=[40] * 8,
     seen=past(*(reading(float(s), tokens=100 * s, requests=s, ended=s, good=s - s // 5) for s in range(60))),
 )
+
+SEEN = board(LOST_STORY, 13.0, pools=POOLS, rows=[40] * 8, inspection=INSPECTED)
 
 
 def large() -> Board:
@@ -69,7 +72,7 @@ def large() -> Board:
     return replace(LOST, heat=heat, workers=workers)
 
 
-def picture(shown: Board, width: int = 80, height: int = 24, **show: str) -> list[str]:
+def picture(shown: Board, width: int = 80, height: int = 24, **show: Any) -> list[str]:
     lines = draw(shown, Show(width=width, height=height, **show))
     assert len(lines) == height
     wide = [line.plain for line in lines if line.cell_len > width]
@@ -110,10 +113,39 @@ def test_nothing_is_said_by_colour_alone() -> None:
     assert (layer.count("✕"), layer.count("»")) == (1, 2), layer
 
 
-@pytest.mark.parametrize("shown", [CALM, LOST, large()], ids=["calm", "lost", "large"])
+@pytest.mark.parametrize("shown", [CALM, LOST, large(), SEEN], ids=["calm", "lost", "large", "seen"])
 @pytest.mark.parametrize("size", [(80, 24), (200, 60), (60, 18), (40, 10), (20, 4), (5, 2), (1, 1)])
 def test_any_size_of_screen_is_filled_and_never_left(shown: Board, size: tuple[int, int]) -> None:
     picture(shown, *size)
+    picture(shown, *size, gates=True, step=4)
+
+
+def test_an_inspection_takes_the_place_of_the_servers_where_asked_for() -> None:
+    assert any(line.startswith(" layer 0") for line in picture(SEEN))
+    assert " e  experts" in picture(SEEN)[-1] and " e " not in picture(LOST, gates=True)[-1]
+    lines = picture(SEEN, gates=True, step=4, height=40)
+    text = "\n".join(lines)
+    for said in (
+        "experts by token, layer 2", "12.3k records, 45 dropped", " by layer ▄▃▂", "█▇ ▆▃ 30%, drift -60.0 points",
+        " together 3+17 ×412  5+9 ×300", " expert ", " ␣the ", " \\n\\x1b[31m ", " <script>aler… ", " 東京 ", " #11 ",
+        " e  servers", " l  layer", " ?  help",
+    ):  # fmt: skip
+        assert said in text, f"{said!r} is not in\n{text}"
+    head = next(line for line in lines if line.startswith(" expert "))
+    assert head.split()[1:] == ["3", "7", "8", "9", "10", "11", "19"]
+    row = next(line for line in lines if line.startswith(" ␣the"))
+    assert row.split()[1:] == ["47", "1", "·", "·", "·", "·", "20"]
+    assert row.index("20") == head.index("19")
+
+
+def test_an_inspection_that_fails_or_has_seen_nothing_says_so() -> None:
+    assert SEEN.inspection is not None
+    failed = replace(SEEN.inspection, fault="the disk is full")
+    assert " ✕ the disk is full" in picture(replace(SEEN, inspection=failed), gates=True)
+    empty = picture(replace(SEEN, inspection=replace(failed, layers=())), gates=True)
+    assert " ✕ the disk is full" in empty and " no gate was recorded yet, no experts" in empty
+    bare = replace(SEEN.inspection.layers[0], entropy=(), drift=None, pairs=(), tokens=(), experts=())
+    assert " entropy   –" in picture(replace(SEEN, inspection=replace(failed, layers=(bare,))), gates=True)
 
 
 def test_layers_that_do_not_fit_are_folded_and_the_worst_of_them_is_shown() -> None:
@@ -204,6 +236,16 @@ def test_keys_pause_sort_explain_and_quit() -> None:
             feed.tell(CALM)
             await until_shown(pilot, app, "● WHOLE")
             await pilot.press("s")
+            await until_shown(pilot, app, "sort: load")
+            feed.tell(SEEN)
+            await until_shown(pilot, app, "e  experts")
+            await pilot.press("e")
+            await until_shown(pilot, app, "experts by token, layer 1")
+            await pilot.press("l")
+            await until_shown(pilot, app, "experts by token, layer 2")
+            await pilot.press("e")
+            await until_shown(pilot, app, "expert servers by layer")
+            feed.tell(CALM)
             await until_shown(pilot, app, "sort: load")
             await pilot.press("question_mark")
             await until_shown(pilot, app, "took over from a lost server")

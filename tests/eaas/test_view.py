@@ -22,15 +22,17 @@ from eaas.gateway.dashboard.board import (
     seconds,
     short,
 )
-from eaas.gateway.dashboard.compose import MOST_POINTS, quantile
+from eaas.gateway.dashboard.compose import MOST_POINTS, drift_of, inspection_of, quantile
 from eaas.gateway.dashboard.heat import Flow, heat_of, spread
 from eaas.gateway.dashboard.history import MOST_HAPPENINGS, ClusterSnapshot, History, follow, learn
 from eaas.gateway.status import copies
+from eaas.worker.protocol import LayerView
 from router.view import GoneMember, View
 from tests.eaas.view_world import (
     ALL,
     BOUNDS_S,
     EXPERTS,
+    INSPECTED,
     LAYERS,
     OWN,
     board,
@@ -354,8 +356,51 @@ def test_a_board_of_nothing_yet_can_be_shown() -> None:
 
 def test_json_carries_a_board_whole() -> None:
     history = story((0.0, WHOLE_VIEW), (10.0, view(6, TWO, THREE, WORKER)))
-    shown = board(history, 11.0, pools=POOLS, rows=[1, 2, 3, 4, 5, 6, 7, 8])
+    shown = board(history, 11.0, pools=POOLS, rows=[1, 2, 3, 4, 5, 6, 7, 8], inspection=INSPECTED)
     assert msgspec.json.decode(msgspec.json.encode(shown), type=Board) == shown
+
+
+# -- an inspection
+
+
+def test_an_inspection_is_shown_in_words_with_the_oftenest_experts_as_columns() -> None:
+    assert board(story((0.0, WHOLE_VIEW)), 1.0).inspection is None
+    shown = board(story((0.0, WHOLE_VIEW)), 1.0, inspection=INSPECTED).inspection
+    assert shown is not None
+    assert (shown.id, shown.taps, shown.produced, shown.dropped) == ("inspect-1", 4, 12_345, 45)
+    first = shown.layers[0]
+    assert first.entropy == (None, 0.9, 0.8, None, 0.7, 0.4)
+    assert first.drift == pytest.approx(0.4 - 0.9)
+    assert first.experts == (3, 7, 8, 9, 10, 11, 18)
+    assert [text for text, _ in first.tokens] == [
+        "␣the",
+        "\\n\\x1b[31m",
+        "<script>alert(1)</scrip…",
+        "東京",
+        "#11",
+    ]
+    assert [counts for _, counts in first.tokens][1] == (48, 0, 1, 0, 0, 0, 20)
+    for layer, told in zip(shown.layers, INSPECTED.layers, strict=True):
+        for (_, counts), (_, chosen) in zip(layer.tokens, told.tokens, strict=True):
+            assert {e: n for e, n in zip(layer.experts, counts, strict=True) if n} == dict(chosen)
+
+
+def test_of_many_experts_those_chosen_oftenest_have_columns() -> None:
+    tokens = [(7 + n, [(8 * n + expert, 100 * n + expert + 1) for expert in range(8)]) for n in range(5)]
+    layer = LayerView(layer=0, tokens=tokens)
+    words = dict.fromkeys(range(20), "x")
+    (found,) = inspection_of(replace(INSPECTED, layers=[layer]), words.__getitem__).layers
+    assert found.experts == tuple(range(16, 40))
+    assert found.tokens[0] == ("x", (0,) * 24)
+    assert (found.entropy, found.drift) == ((), None)
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 7, 24])
+def test_drift_is_the_last_quarter_less_the_first(count: int) -> None:
+    values = np.random.default_rng(count).random(count)
+    part = max(1, int(np.ceil(count / 4)))
+    assert drift_of(values.tolist()) == pytest.approx(values[-part:].mean() - values[:part].mean())
+    assert drift_of([0.5]) is None and drift_of([]) is None
 
 
 def test_figures_are_short_and_right() -> None:

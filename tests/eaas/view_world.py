@@ -7,11 +7,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from eaas.gateway.dashboard.board import Board, GatewayFacts, Heat
-from eaas.gateway.dashboard.compose import Past, Reading, board_of
+from eaas.gateway.dashboard.board import Board, GatewayFacts, Heat, InspectionShown
+from eaas.gateway.dashboard.compose import Past, Reading, board_of, inspection_of
 from eaas.gateway.dashboard.heat import Flow, heat_of
 from eaas.gateway.dashboard.history import ClusterSnapshot, History, follow, learn
 from eaas.gateway.status import RouterStatus
+from eaas.worker.protocol import LayerView
 from router import bitmap
 from router.view import Member, PoolSize, View
 
@@ -30,6 +31,27 @@ OWN = GatewayFacts(
     tpot_target_s=0.1,
     eta_p50_s=1.25,
     eta_p90_s=8.0,
+)
+
+
+# Words of the tokens of an inspection, some of them what a view must not take literally.
+WORDS = {7: " the", 8: "\n\x1b[31m", 9: "<script>alert(1)</script>", 10: "東京", 11: ""}
+INSPECTED = InspectionShown(
+    id="inspect-1",
+    taps=4,
+    produced=12_345,
+    delivered=12_000,
+    dropped=45,
+    fault="",
+    layers=[
+        LayerView(
+            layer=layer,
+            entropy=[-1.0, 0.9, 0.8, -1.0, 0.7, 0.5 - layer / 10],
+            pairs=[(3, 17, 412), (5, 9, 300)],
+            tokens=[(token, [(3, 40 + token), (17 + layer, 20), (token, 1)]) for token in WORDS],
+        )
+        for layer in (1, 2, 3)
+    ],
 )
 
 
@@ -114,6 +136,7 @@ def board(
     rows: Sequence[int] | None = None,
     seen: Past | None = None,
     problem: str = "",
+    inspection: InspectionShown | None = None,
 ) -> Board:
     """The board of a history's last View. rows: sent to each expert within one second, by pair."""
     snapshot = ClusterSnapshot(
@@ -140,4 +163,5 @@ def board(
         heat=heat,
         now_s=now_s,
         as_of_s=now_s if heard else None,
+        inspection=inspection_of(inspection, WORDS.__getitem__) if inspection else None,
     )

@@ -96,7 +96,7 @@ def launches_of(model: str) -> list[Launch]:
 
     with recording() as seen:
         if model in production.MODELS:
-            decoder = production.decoder_of(model, layers=2)
+            decoder = production.decoder_of(model, layers=2, taps=True)
             for size in SIZES:
                 production.decode_step(decoder, size)
         for dtype in (Dtype.BFLOAT16,) if model in production.MODELS else (Dtype.BFLOAT16, Dtype.FP8):

@@ -72,7 +72,7 @@ def spec_of_model(model: str, layers: int | None = None) -> ModelSpec:
     return spec_of(config | {"num_hidden_layers": layers or config["num_hidden_layers"]})
 
 
-def decoder_of(model: str, layers: int | None = None, max_rows: int = 512) -> GpuDecoder:
+def decoder_of(model: str, layers: int | None = None, max_rows: int = 512, taps: bool = False) -> GpuDecoder:
     """A worker's decoder with its client."""
     spec = spec_of_model(model, layers)
     shapes = {role: plan.shape for role, plan in tensors_of(spec).items()}
@@ -88,6 +88,7 @@ def decoder_of(model: str, layers: int | None = None, max_rows: int = 512) -> Gp
         kv_blocks=blocks,
         max_rows=max_rows,
         device="cuda:0",
+        taps=taps,
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import threading
 from collections import defaultdict
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,7 @@ import pytest
 
 from eaas.placement import Stopped
 from eaas.worker.__main__ import warm
-from eaas.worker.plan import StepPlan
+from eaas.worker.plan import StepPlan, StepTaps
 from tests.gpu.device import fresh_seed
 from tests.gpu.recorder import apart
 
@@ -46,7 +47,18 @@ def plan(rows: int, columns: int, dice: random.Random) -> StepPlan:
     )
 
 
-def steps(overlap: bool, left_out: int, seed: int) -> dict[str, Any]:
+def taps(rows: int, dice: random.Random) -> StepTaps:
+    """Residual streams and logits of some rows."""
+    picked = sorted(dice.sample(range(rows), min(rows, 3)))
+    places = np.full((7, LAYERS), -1, dtype=np.int64)
+    places[4], places[6, 0] = range(0, 4 * LAYERS, 4), 4 * LAYERS
+    return StepTaps(
+        rows=np.array(picked, dtype=np.int32), places=places, experts=np.zeros((0, 3), dtype=np.int64),
+        frame=np.zeros(1 << 16, dtype=np.float32), statistics=dice.random() < 0.5,
+    )  # fmt: skip
+
+
+def steps(overlap: bool, left_out: int, seed: int, recording_rows: bool = False) -> dict[str, Any]:
     """What a worker's decoder launches before it is ready and afterwards; `left_out`: a size that is not made warm."""
     from benchmarks.gpu.decode import greedily
     from experts.backend import ServerLink
@@ -57,7 +69,7 @@ def steps(overlap: bool, left_out: int, seed: int) -> dict[str, Any]:
 
     dice = random.Random(seed)
     with recording() as seen:
-        decoder = decoder_of("S", LAYERS, MOST)
+        decoder = decoder_of("S", LAYERS, MOST, recording_rows)
         decoder.double_batching = overlap
         for rows in decoder.sizes:
             if rows != left_out:
@@ -107,6 +119,8 @@ def steps(overlap: bool, left_out: int, seed: int) -> dict[str, Any]:
                 tables.report[ReportWord.WORDS + tables.servers] = Mark.CORRUPT
                 seen.operations.clear()
             asked = plan(rows, columns, dice)
+            if recording_rows and dice.random() < 0.5:
+                asked = replace(asked, taps=taps(rows, dice))
             if dice.random() < 0.3:
                 decoder.step(asked, 1.0)
             else:
@@ -127,10 +141,14 @@ def steps(overlap: bool, left_out: int, seed: int) -> dict[str, Any]:
 
 
 @pytest.mark.full(seconds=20)
-@pytest.mark.parametrize("overlap", [False, True], ids=["whole steps", "two micro-batches"])
-def test_no_step_compiles_loads_or_captures_anything(overlap: bool) -> None:
+@pytest.mark.parametrize(
+    ("overlap", "taps"),
+    [(False, False), (True, False), (True, True)],
+    ids=["whole steps", "two micro-batches", "that record rows"],
+)
+def test_no_step_compiles_loads_or_captures_anything(overlap: bool, taps: bool) -> None:
     seed = fresh_seed()
-    found = apart("tests.gpu.test_warm:steps", overlap, 0, seed)
+    found = apart("tests.gpu.test_warm:steps", overlap, 0, seed, taps)
     sizes = MOST.bit_length()
     assert found["graphs"] == [sizes, 0] and found["replays"], f"seed {seed}: {found}"
     # Or else this showed less than it says.
@@ -139,7 +157,9 @@ def test_no_step_compiles_loads_or_captures_anything(overlap: bool) -> None:
     assert set(found["operations"]) <= COPIES, f"seed {seed}: {found['operations']}"
     # What steps differ by chooses no binary, but where a wrapper says so by a constant.
     more = {name: counts for name, counts in found["binaries"].items() if counts[0] != counts[1]}
-    assert not more, f"constants and binaries of {more}"
+    # The final norm is bfloat16; streams of the same constants are float32.
+    typed = {"eaas.gpu.taps.tap_kernel": [5, 6]} if taps else {}
+    assert more == typed, f"constants and binaries of {more}"
 
 
 @pytest.mark.full(seconds=10)

@@ -32,7 +32,7 @@ from starlette.types import Receive, Scope, Send
 from eaas.gateway import errors
 from eaas.gateway.dashboard import board as model
 from eaas.gateway.dashboard.board import WARN, Board, GatewayFacts, Heat, many
-from eaas.gateway.dashboard.compose import Past, Reading, board_of
+from eaas.gateway.dashboard.compose import Past, Reading, board_of, inspection_of
 from eaas.gateway.dashboard.heat import Flow, heat_of
 from eaas.gateway.dashboard.history import ClusterSnapshot, History, follow, learn
 from router.view import View
@@ -172,6 +172,7 @@ class Dashboard:
         history = self._history = learn(self._history, snapshot, time.time())
         own, past, flow = self._facts(), self._past, self._flow.read(snapshot, now_s)
         as_of_s = self._as_of_s
+        shown, token_text = self._gateway.inspections.shown(), self._gateway.model.tokenizer.token_text
 
         def compose() -> tuple[bytes, Flow]:
             wall_s = time.time()
@@ -186,6 +187,7 @@ class Dashboard:
                 heat=heat,
                 now_s=wall_s,
                 as_of_s=as_of_s,
+                inspection=inspection_of(shown, token_text) if shown is not None else None,
             )
             return event_of(board), later
 

@@ -7,10 +7,11 @@ None means that nothing was seen from which to tell.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from eaas.gateway.status import RouterStatus
+from eaas.worker.protocol import LayerView
 from router.view import PoolSize
 
 # Moods, from calm to alarming.
@@ -163,6 +164,49 @@ class Happening:
 
 
 @dataclass(frozen=True, kw_only=True)
+class InspectionShown:
+    """How an inspection goes, as workers say it, all together. taps: how many there are. layers: that have a gate."""
+
+    id: str
+    taps: int
+    produced: int
+    delivered: int
+    dropped: int
+    fault: str
+    layers: Sequence[LayerView]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GateView:
+    """How the gate of one MoE layer chooses.
+
+    entropy: of its scores, 0 to 1, by windows of time, the newest last; None: nothing was recorded in it. drift: last
+    quarter less the first. pairs: two experts and how often both were chosen, the oftenest first. experts: columns of
+    the heat map. tokens: its rows, the commonest first: a text, and how often each of these experts was chosen for it.
+    """
+
+    layer: int
+    entropy: tuple[float | None, ...]
+    drift: float | None
+    pairs: tuple[tuple[int, int, int], ...]
+    experts: tuple[int, ...]
+    tokens: tuple[tuple[str, tuple[int, ...]], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inspection:
+    """What InspectionShown has, for people. fault: empty when all is well."""
+
+    id: str
+    taps: int
+    produced: int
+    delivered: int
+    dropped: int
+    fault: str
+    layers: tuple[GateView, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Board:
     """Everything. happenings: newest first. as_of_s: when the router was last heard; None: never. facts: of the whole
     cluster, for one line. pools: those whose processes the router orders.
@@ -184,6 +228,7 @@ class Board:
     workers: tuple[Worker, ...]
     heat: Heat
     happenings: tuple[Happening, ...]
+    inspection: Inspection | None = None
 
 
 def seconds(value: float | None) -> str:
@@ -232,6 +277,12 @@ def share(value: float | None) -> str:
 def many(count: int, one: str) -> str:
     """A count with its noun: 1 server, 2 servers."""
     return f"{count:,} {one}" if count == 1 else f"{count:,} {one}s"
+
+
+def visible(text: str) -> str:
+    """The text of a token in at most 24 characters, all of which can be seen."""
+    shown = "".join(char if char.isprintable() else repr(char)[1:-1] for char in text).replace(" ", "␣")
+    return shown if len(shown) <= 24 else f"{shown[:23]}…"
 
 
 def listed(names: list[str]) -> str:

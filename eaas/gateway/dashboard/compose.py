@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from eaas.gateway.dashboard.board import (
@@ -14,8 +15,11 @@ from eaas.gateway.dashboard.board import (
     WHOLE,
     Board,
     Figure,
+    GateView,
     GatewayFacts,
     Heat,
+    Inspection,
+    InspectionShown,
     Point,
     Rates,
     Reason,
@@ -26,12 +30,15 @@ from eaas.gateway.dashboard.board import (
     number,
     seconds,
     share,
+    visible,
 )
 from eaas.gateway.dashboard.history import ClusterSnapshot, History
 from eaas.gateway.status import copies
+from eaas.worker.protocol import LayerView
 from router.view import ATTENTION, EXPERT, SERVING, SUSPECT, Member, PoolSize
 
 _SHOWN_HAPPENINGS = 100
+_SHOWN_EXPERTS = 24
 # Rates and latencies are of this long, or of what was seen: long enough for a percentile, short enough for a fault.
 WINDOW_S = 10.0
 # Curves show two minutes.
@@ -144,6 +151,7 @@ def board_of(
     heat: Heat,
     now_s: float,
     as_of_s: float | None,
+    inspection: Inspection | None = None,
 ) -> Board:
     """The board.
 
@@ -186,7 +194,47 @@ def board_of(
         workers=tuple(_worker(member) for member in view.pool(ATTENTION)) if view is not None else (),
         heat=heat,
         happenings=history.happenings[:_SHOWN_HAPPENINGS],
+        inspection=inspection,
     )
+
+
+def inspection_of(shown: InspectionShown, token_text: Callable[[int], str]) -> Inspection:
+    """An inspection with the texts of its tokens."""
+    return Inspection(
+        id=shown.id,
+        taps=shown.taps,
+        produced=shown.produced,
+        delivered=shown.delivered,
+        dropped=shown.dropped,
+        fault=shown.fault,
+        layers=tuple(_gate(layer, token_text) for layer in shown.layers),
+    )
+
+
+def _gate(layer: LayerView, token_text: Callable[[int], str]) -> GateView:
+    rows = [(token, dict(chosen)) for token, chosen in layer.tokens]
+    counts: Counter[int] = Counter()
+    for _, by_expert in rows:
+        counts.update(by_expert)
+    columns = sorted(expert for expert, _ in counts.most_common(_SHOWN_EXPERTS))
+    entropy = tuple(value if value >= 0 else None for value in layer.entropy)
+    return GateView(
+        layer=layer.layer,
+        entropy=entropy,
+        drift=drift_of([value for value in entropy if value is not None]),
+        pairs=tuple(layer.pairs),
+        experts=tuple(columns),
+        tokens=tuple(
+            (visible(token_text(token)) or f"#{token}", tuple(by_expert.get(one, 0) for one in columns))
+            for token, by_expert in rows
+        ),
+    )
+
+
+def drift_of(values: Sequence[float]) -> float | None:
+    """Mean of the last quarter less mean of the first; None for fewer than two."""
+    part = -(-len(values) // 4)
+    return (sum(values[-part:]) - sum(values[:part])) / part if len(values) > 1 else None
 
 
 def _stops(

@@ -5,7 +5,7 @@ const { VERDICTS, MOODS, STATES, MARKS } = /*glyphs*/ {};
 const MARKED = { "taken-over": "took over from a lost server", gained: "gained a copy", "given-up": "gave up a copy" };
 const SORTS = ["number", "load", "state"];
 const at = (id) => document.getElementById(id);
-let board = null, paused = false, sort = 0, heardMs = 0, trouble = "", chosen = [0, 0];
+let board = null, paused = false, sort = 0, heardMs = 0, trouble = "", chosen = [0, 0], step = 0;
 
 // -- figures for people
 
@@ -52,6 +52,8 @@ function draw() {
   drawGateway(board.gateway, board.rates, board.past);
   drawWorkers();
   drawHeat(board.heat);
+  at("inspection").hidden = !board.inspection;
+  if (board.inspection) drawInspection(board.inspection);
   drawHappenings();
 }
 function drawTop() {
@@ -213,6 +215,33 @@ function drawDetail(servers) {
   const text = name + said + (mark ? `, ${mark} lately` : "");
   if (at("detail").textContent !== text) at("detail").textContent = text;
 }
+function drawInspection({ id, taps, produced, dropped, fault, layers }) {
+  at("inspection-title").textContent = "inspection " + id;
+  at("inspection-said").textContent = fault ? "✕ " + fault
+    : `${taps} taps, ${number(produced)} records, ${number(dropped)} dropped`;
+  at("inspection-said").className = fault ? "bad" : "";
+  const head = make("tr"), gate = layers[step % layers.length];
+  at("gates").tBodies[0].replaceChildren(...layers.map(({ layer, entropy, drift, pairs }) => {
+    const row = make("tr"), now = entropy.findLast((x) => x !== null) ?? null;
+    row.append(make("td", (layer === gate.layer ? "▸ " : "") + "layer " + layer),
+      make("td", entropy.map((x) => (x === null ? " " : bar(x))).join("")), make("td", percent(now)),
+      make("td", drift === null ? "–" : (100 * drift).toFixed(1)),
+      make("td", pairs.slice(0, 6).map(([a, b, n]) => `${a}+${b} ×${number(n)}`).join("  ")));
+    return row;
+  }));
+  at("layer").lastElementChild.textContent = gate ? "layer " + gate.layer : "no layer yet";
+  head.append(make("th", "token"), ...(gate?.experts ?? []).map((expert) => make("th", String(expert))));
+  at("by-token").tHead.replaceChildren(head);
+  at("by-token").tBodies[0].replaceChildren(...(gate?.tokens ?? []).map(([text, counts]) => {
+    const row = make("tr"), most = Math.max(1, ...counts);
+    row.append(make("th", text), ...counts.map((count) => {
+      const cell = make("td", count ? number(count) : "·", count ? "cell" + (count > 0.55 * most ? " hi" : "") : "none");
+      cell.style.setProperty("--h", Math.round((100 * count) / most) + "%");
+      return cell;
+    }));
+    return row;
+  }));
+}
 function drawHappenings() {
   at("heard").textContent = board.as_of_s ? "router heard " + clock(board.as_of_s) : "";
   at("happenings").replaceChildren(...board.happenings.map((one) => {
@@ -228,6 +257,7 @@ function drawHappenings() {
 function press(act) {
   if (act === "pause") paused = !paused;
   if (act === "sort") sort = (sort + 1) % SORTS.length;
+  if (act === "layer") step++;
   if (act === "help") return at("help").open ? at("help").close() : at("help").showModal();
   at("pause").lastElementChild.textContent = paused ? "go on" : "pause";
   at("pause").setAttribute("aria-pressed", String(paused));
@@ -236,10 +266,11 @@ function press(act) {
 }
 at("pause").addEventListener("click", () => press("pause"));
 at("sort").addEventListener("click", () => press("sort"));
+at("layer").addEventListener("click", () => press("layer"));
 at("explain").addEventListener("click", () => press("help"));
 document.addEventListener("keydown", (event) => {
   if (event.ctrlKey || event.metaKey || event.altKey || event.target.tagName === "INPUT") return;
-  const act = { p: "pause", s: "sort", "?": "help" }[event.key];
+  const act = { p: "pause", s: "sort", l: "layer", "?": "help" }[event.key];
   if (act && (act === "help" || !at("help").open)) press(act);
 });
 at("map").addEventListener("keydown", (event) => {
