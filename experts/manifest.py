@@ -41,8 +41,8 @@ ENTRIES_OFFSET = 160
 
 _FIELDS = struct.Struct("<8s6I4Q32s32s")
 _MAGIC = b"EAASPACK"
-_DIGEST_BYTES = 32
-_ENTRY_BYTES = 2 * _DIGEST_BYTES
+DIGEST_BYTES = 32
+_ENTRY_BYTES = 2 * DIGEST_BYTES
 
 Blob = NDArray[np.uint8]
 
@@ -179,16 +179,27 @@ class Manifest:
             BlobCorrupt: they differ.
             IndexError: no such MoE layer or expert.
         """
-        found, needed = hashlib.sha256(blob.data).digest(), self._entry(layer, expert)[:_DIGEST_BYTES]
+        found, needed = hashlib.sha256(blob.data).digest(), self.digest(layer, expert)
         if found != needed:
             raise BlobCorrupt(
                 f"expert {expert} of MoE layer {layer} has SHA-256 {found.hex()[:16]}...,"
                 f" packed was {needed.hex()[:16]}...."
             )
 
+    def digest(self, layer: int, expert: int) -> bytes:
+        """SHA-256 of this expert's blob; IndexError as for `check`."""
+        return self._entry(layer, expert)[:DIGEST_BYTES]
+
+    @cached_property
+    def places(self) -> dict[bytes, tuple[int, int]]:
+        """A layer and expert of each digest."""
+        experts = self.layout.shape.experts
+        starts = range(0, len(self.entries), _ENTRY_BYTES)
+        return {self.entries[at : at + DIGEST_BYTES]: divmod(n, experts) for n, at in enumerate(starts)}
+
     def answer(self, layer: int, expert: int) -> bytes:
         """What `kernels.answer_of` this expert gives; IndexError as for `check`."""
-        return self._entry(layer, expert)[_DIGEST_BYTES:]
+        return self._entry(layer, expert)[DIGEST_BYTES:]
 
     def _entry(self, layer: int, expert: int) -> bytes:
         start = self.layout.index(layer, expert) * _ENTRY_BYTES

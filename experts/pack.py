@@ -5,6 +5,11 @@ until its expert is filled in: all of them when a checkpoint is packed, one afte
 another host. Only bytes with the digest of their place are ever written there, so that writing disturbs no reader,
 heals a place that went bad, and needs no lock; what is read is compared with its digest before it is used.
 
+Models that share experts, such as fine-tunes of one, share their bytes: a builder leaves a hole where a sibling,
+another file of the directory, holds the same bytes, and a hole is read from a sibling that has its digest now. A
+process reads there until it fills the place itself: what it compares must be what it serves. A sibling that was deleted
+or replaced stays mapped; who starts later has what is missing from a source. Of two packed at once each is whole.
+
 A builder holds an flock, writes a file of its own name, and renames it when its head is on disk.
 """
 
@@ -16,8 +21,10 @@ import logging
 import mmap
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import replace
+from functools import cached_property
 from io import FileIO
 from pathlib import Path
 
@@ -32,7 +39,7 @@ from experts.kernels import (
     numerics_class,
     pack_expert,
 )
-from experts.manifest import Blob, BlobCorrupt, Manifest, ManifestInvalid, PackLayout, entry
+from experts.manifest import DIGEST_BYTES, Blob, BlobCorrupt, Manifest, ManifestInvalid, PackLayout, entry
 from experts.model import ConfigInvalid, Dtype, ExpertShape
 from experts.tensors import tensors_of
 
@@ -79,7 +86,8 @@ class PackedExperts:
         self.manifest = manifest
         self.layout = manifest.layout
         self._file = file
-        self._bytes = np.frombuffer(mapped, np.uint8)
+        self._mapped, self._bytes = mapped, np.frombuffer(mapped, np.uint8)
+        self._borrowed: dict[tuple[int, int], Blob] = {}
 
     @classmethod
     def find(cls, layout: PackLayout, directory: Path | None = None) -> PackedExperts | None:
@@ -132,9 +140,9 @@ class PackedExperts:
         return unpacked(self.layout, self.blob(layer, expert))
 
     def blob(self, layer: int, expert: int) -> np.ndarray:
-        """One expert's bytes, a view of the map: u8[blob_bytes]; IndexError where there is no such expert."""
-        start = self.layout.offset(layer, expert)
-        return self._bytes[start : start + self.layout.blob_bytes]
+        """One expert's bytes, a view of a map: u8[blob_bytes]; IndexError where there is no such expert."""
+        self.is_hole(layer, expert)
+        return self._borrowed.get((layer, expert), self._own(layer, expert))
 
     def verify(self, layer: int, expert: int) -> None:
         """Compare one blob with its digest.
@@ -144,17 +152,24 @@ class PackedExperts:
         """
         if self.is_hole(layer, expert):
             raise BlobCorrupt(f"{self.path}: expert {expert} of MoE layer {layer} was not filled in yet.")
+        if self._borrowed and (layer, expert) not in self._borrowed:
+            with suppress(OSError):
+                start = self.layout.offset(layer, expert)
+                self._mapped.madvise(mmap.MADV_WILLNEED, start, self.layout.blob_stride)
         self.manifest.check(layer, expert, self.blob(layer, expert))
 
     def is_hole(self, layer: int, expert: int) -> bool:
-        """Whether nothing was written to this place. No promise: some file systems do not tell."""
-        start = self.layout.offset(layer, expert)
-        try:
-            return os.lseek(self._file.fileno(), start, os.SEEK_DATA) > start
-        except OSError as error:
-            if error.errno == errno.ENXIO:  # no data from here to the end
-                return True
-            raise
+        """Whether neither this place nor a sibling's was written to. No promise: some file systems do not tell."""
+        if (layer, expert) in self._borrowed or self._is_written(layer, expert):
+            return False
+        blob = _lent(self._siblings, self.manifest.digest(layer, expert))
+        if blob is not None:
+            # Else reading what this file does have draws the holes around it into memory, megabytes at a time.
+            with suppress(OSError):
+                self._mapped.madvise(mmap.MADV_RANDOM)
+                self._mapped.madvise(mmap.MADV_NOHUGEPAGE)
+            self._borrowed[layer, expert] = blob
+        return blob is None
 
     def fill(self, layer: int, expert: int, blob: Blob) -> None:
         """Put an expert into its place, from where every server of the host may map it.
@@ -168,6 +183,26 @@ class PackedExperts:
         while left:
             written = os.pwrite(self._file.fileno(), left, start)
             start, left = start + written, left[written:]
+        self._borrowed.pop((layer, expert), None)
+
+    def _own(self, layer: int, expert: int) -> Blob:
+        start = self.layout.offset(layer, expert)
+        return self._bytes[start : start + self.layout.blob_bytes]
+
+    def _is_written(self, layer: int, expert: int) -> bool:
+        start = self.layout.offset(layer, expert)
+        try:
+            return os.lseek(self._file.fileno(), start, os.SEEK_DATA) == start
+        except OSError as error:
+            if error.errno == errno.ENXIO:  # no data from here to the end
+                return False
+            raise
+
+    @cached_property
+    def _siblings(self) -> list[PackedExperts]:
+        # Only those of use: whoever is mapped keeps its room on the disk, even deleted.
+        found, wanted = _siblings_of(self.path, self.layout), self.manifest.places.keys()
+        return [sibling for sibling in found if wanted & sibling.manifest.places.keys()]
 
 
 def unpacked(layout: PackLayout, blob: np.ndarray) -> PackedExpert:
@@ -181,6 +216,25 @@ def unpacked(layout: PackLayout, blob: np.ndarray) -> PackedExpert:
         activation=layout.shape.activation,
         biased=layout.shape.biased,
     )
+
+
+def _siblings_of(path: Path, layout: PackLayout) -> list[PackedExperts]:
+    """The files beside this one whose experts have its shape and were packed in its way."""
+    found: list[PackedExperts | None] = []
+    for sibling in path.parent.glob("[0-9a-f]" * 64 + layout.file_name[64:]):
+        # One may be gone by now, or not for this user to read.
+        with suppress(OSError):
+            found.append(_map(sibling, replace(layout, fingerprint=sibling.name[:64]), logging.DEBUG))
+    return [sibling for sibling in found if sibling and sibling.layout != layout]
+
+
+def _lent(siblings: Iterable[PackedExperts], digest: bytes) -> Blob | None:
+    """The blob of a digest where a sibling has it in its own place; None where none does."""
+    for sibling in siblings:
+        place = sibling.manifest.places.get(digest)
+        if place and sibling._is_written(*place):
+            return sibling._own(*place)
+    return None
 
 
 def _made(layout: PackLayout, directory: Path | None, build: Callable[[Path], None]) -> PackedExperts:
@@ -208,7 +262,7 @@ def _made(layout: PackLayout, directory: Path | None, build: Callable[[Path], No
     return found
 
 
-def _map(path: Path, layout: PackLayout) -> PackedExperts | None:
+def _map(path: Path, layout: PackLayout, level: int = logging.WARNING) -> PackedExperts | None:
     """Map a file whose size and manifest are right; None where it is absent or not."""
     try:
         # One that is part of an image, read-only, is good as long as it has no holes.
@@ -216,7 +270,7 @@ def _map(path: Path, layout: PackLayout) -> PackedExperts | None:
     except FileNotFoundError:
         return None
     if os.fstat(file.fileno()).st_size != layout.file_bytes:
-        _log.warning("pack event=rejected path=%s reason=size", path)
+        _log.log(level, "pack event=rejected path=%s reason=size", path)
         return None
     mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     # A third more bandwidth where the file system's cache has them; what it reads from now on comes in them.
@@ -225,7 +279,7 @@ def _map(path: Path, layout: PackLayout) -> PackedExperts | None:
     try:
         manifest = Manifest.decode(mapped[: layout.head_bytes], layout)
     except ManifestInvalid as error:
-        _log.warning("pack event=rejected path=%s reason=%s", path, error)
+        _log.log(level, "pack event=rejected path=%s reason=%s", path, error)
         return None
     return PackedExperts(path, manifest, file, mapped)
 
@@ -245,8 +299,9 @@ def _replace(path: Path, build: Callable[[Path], None]) -> None:
 
 
 def _build(partial: Path, layout: PackLayout, checkpoint: Checkpoint, progress: Progress | None) -> None:
-    free = shutil.disk_usage(partial.parent).free
-    if free < layout.file_bytes:
+    free, siblings = shutil.disk_usage(partial.parent).free, _siblings_of(partial, layout)
+    # Beside siblings nobody knows yet how much is needed.
+    if free < layout.file_bytes and not siblings:
         raise PackUnavailable(
             f"{partial.parent}: packing the experts needs {layout.file_bytes} bytes, {free} are free."
             " Make room, or set XDG_CACHE_HOME to another file system."
@@ -257,18 +312,26 @@ def _build(partial: Path, layout: PackLayout, checkpoint: Checkpoint, progress: 
             layer, number = divmod(index, layout.shape.experts)
             blob = pack_blob(layout, checkpoint, layer, number)
             try:
-                entries += entry(blob, answer_of(unpacked(layout, blob)))
+                entries += (packed := entry(blob, answer_of(unpacked(layout, blob))))
             except WeightsBroken as error:
                 raise CheckpointInvalid(f"expert {number} of MoE layer {layer}: {error}") from error
-            pending += blob.data
-            pending += bytes(layout.blob_stride - layout.blob_bytes)
+            lent = _lent(siblings, packed[:DIGEST_BYTES])
+            # A sibling's place may have gone bad.
+            if lent is not None and np.array_equal(lent, blob):
+                file.write(pending)
+                pending.clear()
+                file.seek(layout.blob_stride, os.SEEK_CUR)
+            else:
+                pending += blob.data
+                pending += bytes(layout.blob_stride - layout.blob_bytes)
             # In whole huge pages: the page cache keeps, and maps, in one piece what came in one piece.
-            whole = len(pending) // _HUGE_PAGE * _HUGE_PAGE
+            whole = max(0, len(pending) - (file.tell() + len(pending)) % _HUGE_PAGE)
             file.write(memoryview(pending)[:whole].tobytes())
             del pending[:whole]
             if progress is not None:
                 progress(index + 1, layout.count)
         file.write(pending)
+        file.truncate(layout.file_bytes)
         file.seek(0)
         file.write(Manifest(layout=layout, entries=bytes(entries)).encode())
 

@@ -6,11 +6,13 @@ import ctypes
 import json
 import mmap
 import os
-from collections.abc import Mapping
+import shutil
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
 
+from experts.checkpoint import Checkpoint
 from experts.model import ExpertShape
 from tests.experts.packing import to_bfloat16
 
@@ -66,6 +68,20 @@ def write_model(root: Path, config: Mapping[str, object] | None = None, seed: in
     (root / "config.json").write_text(json.dumps(config))
     tensors = expert_tensors(ExpertShape.from_config(config), seed)
     (root / "model.safetensors").write_bytes(safetensors_bytes(tensors))
+    return root
+
+
+def fine_tune(model: Path, root: Path, pairs: Iterable[tuple[int, int]]) -> Path:
+    """A copy of a model in which these experts (layer, expert) are others."""
+    shutil.copytree(model, root)
+    checkpoint = Checkpoint.open(model)
+    data = np.fromfile(root / "model.safetensors", np.uint8)
+    for pair in pairs:
+        name = ExpertShape.from_config(checkpoint.config).names(*pair)[2]
+        file = checkpoint._file(name)
+        entry = file.entries[name]
+        data[file._start + entry.begin : file._start + entry.end : 2] ^= 1
+    data.tofile(root / "model.safetensors")
     return root
 
 

@@ -11,11 +11,15 @@ import numpy as np
 import pytest
 
 from experts import loading
+from experts.checkpoint import Checkpoint
 from experts.kernels import PackedExpert
 from experts.loading import Loader
+from experts.model import Dtype
+from experts.pack import PackedExperts
 from experts.weights import Weights, WeightsUnavailable
 from router import bitmap
 from router.view import Member, View
+from tests.experts.checkpoint_files import fine_tune
 from tests.experts.weights_world import PAIRS, SHAPE, SOON_S, World, write
 
 
@@ -166,6 +170,29 @@ def test_weights_that_rot_after_loading_are_found_and_mended(world: World) -> No
     run.wait(lambda: run.loader.damaged == 1 and bytes(world.whole.blob(layer, expert)) == right)
     run.wait(lambda: sorted(run.held.at) == PAIRS and held_of(run.reports[-1]) == PAIRS)
     assert not run.faults
+
+
+def test_weights_that_rot_at_a_sibling_that_lends_them_are_mended_in_the_own_file(
+    world: World, tmp_path: Path
+) -> None:
+    tune = Checkpoint.open(fine_tune(world.checkpoint.directory, tmp_path / "tune", PAIRS[:1]))
+    base, packed = (
+        PackedExperts.open(each, SHAPE, Dtype.BFLOAT16, directory=tmp_path / "cache")
+        for each in (world.checkpoint, tune)
+    )
+    run = Loading(world, Weights(name="expert/9", packed=packed, endpoint=None, checkpoint=tune))
+    run.want(PAIRS, 1)
+    run.wait(lambda: run.reports and held_of(run.reports[-1]) == PAIRS)
+    pair, lent = PAIRS[-1], run.held.at[PAIRS[-1]]
+    assert lent[0] == packed.blob(*pair).ctypes.data
+    right, at = bytes(packed.blob(*pair)), base.layout.offset(*pair)
+    with base.path.open("r+b", buffering=0) as file:
+        file.seek(at + 4096)
+        file.write(bytes(byte ^ 0xFF for byte in right[4096 : 4096 + 2048]))
+    run.wait(lambda: run.loader.damaged == 1 and run.held.at.get(pair, lent) != lent)
+    run.wait(lambda: held_of(run.reports[-1]) == PAIRS)
+    assert bytes(packed.blob(*pair)) == right and run.held.at[pair][0] == packed.blob(*pair).ctypes.data
+    assert bytes(base.blob(*pair)) != right and not run.faults
 
 
 def test_an_expert_whose_rows_are_not_finite_is_read_at_once_and_not_again_for_a_while_where_it_is_sound(

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import logging
 import os
+import re
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
 
+from benchmarks.make_model import make_model
 from experts import pack
 from experts.checkpoint import Checkpoint, CheckpointInvalid
 from experts.kernels import answer_of, ffn, ffn_reference, from_dtype, numerics_class, pack_expert, to_dtype
 from experts.manifest import BlobCorrupt, Manifest, ManifestInvalid
 from experts.model import CHOICES, Dtype, ExpertShape
 from experts.pack import PackedExperts, PackUnavailable, layout_of
-from tests.experts.checkpoint_files import QWEN3, expert_tensors, safetensors_bytes, write_model
+from experts.weights import Weights, WeightsUnavailable
+from router.view import View
+from tests.experts.checkpoint_files import QWEN3, expert_tensors, fine_tune, safetensors_bytes, write_model
 
 SHAPE = ExpertShape.from_config(QWEN3)
 DTYPE = Dtype.BFLOAT16
@@ -214,6 +222,299 @@ def test_two_builders_at_once_make_one_good_file(tmp_path: Path) -> None:
     assert [builder.returncode for builder in builders] == [0, 0], results
     assert sorted(int(out) for out, _ in results) == [0, 8]
     assert sorted(path.suffix for path in (tmp_path / "c").iterdir()) == [".experts", ".lock"]
+
+
+TINY_PAIRS = [(layer, expert) for layer in range(4) for expert in range(8)]
+TUNED = [(0, 5), (2, 0), (3, 7)]
+NOBODY = View(term=1, epoch=1, replicas_wanted=1, layers=4, experts=8, members=())
+
+
+class Family:
+    """A model, a fine-tune of it that shares all experts but TUNED, and a cache directory.
+
+    Args:
+        code: The module that packs; one that is wrong in one way is planted here.
+    """
+
+    def __init__(self, root: Path, code: ModuleType = pack) -> None:
+        self.root, self.code, self.cache = root, code, root / "cache"
+        base = make_model("tiny", "qwen3_moe", root / "base", seed=1)
+        self.base, self.tune = Checkpoint.open(base), Checkpoint.open(fine_tune(base, root / "tune", TUNED))
+
+    def open(self, checkpoint: Checkpoint, directory: Path | None = None) -> PackedExperts:
+        shape = ExpertShape.from_config(checkpoint.config)
+        return self.code.PackedExperts.open(checkpoint, shape, DTYPE, directory=directory or self.cache)
+
+    def alone(self, checkpoint: Checkpoint) -> dict[tuple[int, int], bytes]:
+        """What a file that shares with none holds."""
+        packed = PackedExperts.open(
+            checkpoint, ExpertShape.from_config(checkpoint.config), DTYPE, directory=self.root / "alone"
+        )
+        return {pair: bytes(packed.blob(*pair)) for pair in TINY_PAIRS}
+
+    def shared(self) -> tuple[PackedExperts, PackedExperts]:
+        return self.open(self.base), self.open(self.tune)
+
+
+def weights_of(packed: PackedExperts, checkpoint: Checkpoint | None = None) -> Weights:
+    return Weights(name="expert/1", packed=packed, endpoint=None, checkpoint=checkpoint)
+
+
+def own_bytes(packed: PackedExperts, pair: tuple[int, int]) -> bytes:
+    """What the file itself holds at a place."""
+    start = packed.layout.offset(*pair)
+    return packed.path.read_bytes()[start : start + packed.layout.blob_bytes]
+
+
+def spoil(packed: PackedExperts, pair: tuple[int, int]) -> None:
+    """Have a place of the file go bad, under everybody who maps it."""
+    with packed.path.open("r+b") as file:
+        file.seek(packed.layout.offset(*pair) + 100)
+        file.write(bytes(byte ^ 0xFF for byte in own_bytes(packed, pair)[100:200]))
+
+
+def test_fine_tunes_that_begin_alike_are_told_apart(tmp_path: Path) -> None:
+    """One place in 32 differs, and none of the first bytes of a tensor."""
+    made = Family(tmp_path)
+    assert made.base.fingerprint != made.tune.fingerprint
+    base, tune = made.shared()
+    assert base.path != tune.path
+    for pair in TUNED:
+        assert bytes(tune.blob(*pair)) == bytes(pack.pack_blob(tune.layout, made.tune, *pair))
+        assert bytes(tune.blob(*pair)) != bytes(base.blob(*pair))
+
+
+def test_fine_tunes_share_the_bytes_of_the_experts_that_they_share(tmp_path: Path) -> None:
+    made = Family(tmp_path)
+    base, tune = made.shared()
+    wanted = made.alone(made.tune)
+    assert {pair: bytes(tune.blob(*pair)) for pair in TINY_PAIRS} == wanted
+    assert (
+        tune.manifest
+        == PackedExperts.open(
+            made.tune, ExpertShape.from_config(made.tune.config), DTYPE, directory=tmp_path / "alone"
+        ).manifest
+    )
+    for pair in TINY_PAIRS:
+        assert any(own_bytes(tune, pair)) == (pair in TUNED), pair
+        assert answer_of(tune.expert(*pair)) == tune.manifest.answer(*pair)
+    one, both = (sum(p.path.stat().st_blocks for p in packs) for packs in ([base], [base, tune]))
+    print(f"{both / one:.3f} of one model's {one} blocks")
+    assert both <= 1.15 * one, f"{both} blocks of two, {one} of one"
+    # In either order, and for files that are filled one expert after another.
+    begun = PackedExperts.begin(base.manifest, tmp_path / "begun")
+    begun.fill(1, 1, base.blob(1, 1))
+    beside = PackedExperts.begin(tune.manifest, tmp_path / "begun")
+    assert beside.is_hole(1, 2) and not beside.is_hole(1, 1)
+    begun.fill(1, 2, base.blob(1, 2))
+    assert bytes(beside.blob(1, 2)) == wanted[1, 2] and beside.path.stat().st_blocks * 512 <= 4096
+
+
+SERVES = """
+import sys
+from pathlib import Path
+from experts.checkpoint import Checkpoint
+from experts.model import Dtype, ExpertShape
+from experts.pack import PackedExperts, layout_of
+checkpoint = Checkpoint.open(sys.argv[1])
+shape = ExpertShape.from_config(checkpoint.config)
+packed = PackedExperts.find(layout_of(shape, Dtype.BFLOAT16, checkpoint.fingerprint), Path(sys.argv[2]))
+for layer in range(shape.layers):
+    for expert in range(shape.experts):
+        packed.verify(layer, expert)
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+def mapped_bytes(made: Family, *checkpoints: Checkpoint) -> int:
+    """What processes that each hold one of these models take for it, what they share counted once."""
+    servers = [
+        subprocess.Popen(
+            [sys.executable, "-c", SERVES, str(each.directory), str(made.cache)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        for each in checkpoints
+    ]
+    try:
+        assert [server.stdout and server.stdout.readline() for server in servers] == [b"ready\n"] * len(
+            servers
+        )
+        maps = "".join(Path(f"/proc/{server.pid}/smaps").read_text() for server in servers)
+    finally:
+        for server in servers:
+            server.communicate()
+    found = re.findall(r"\.experts\n(?:\w+: .*\n)*?Pss: +(\d+) kB", maps)
+    return sum(map(int, found)) << 10
+
+
+def test_processes_that_serve_two_fine_tunes_take_the_memory_of_one_and_what_differs(tmp_path: Path) -> None:
+    made = Family(tmp_path)
+    file_bytes = made.shared()[0].layout.file_bytes
+    # Nothing maps them but the processes that are measured.
+    gc.collect()
+    one, both = mapped_bytes(made, made.base), mapped_bytes(made, made.base, made.tune)
+    print(f"{both / one:.3f} of one model's {one} bytes")
+    assert one >= 0.9 * file_bytes and both <= 1.15 * one, (
+        f"{both} bytes of two, {one} of one, {file_bytes} in the file"
+    )
+
+
+def judge_bytes(made: Family) -> None:
+    """Whoever maps a file finds right bytes, wherever its siblings have them, and nothing of them where none has."""
+    base, tune = made.shared()
+    wanted = made.alone(made.tune)
+    # A sibling under the same name that has the same experts at other places.
+    count, entries = base.layout.count, base.manifest.entries
+    turned = b"".join(entries[64 * (n + 1) : 64 * (n + 2)] for n in range(count - 1)) + entries[:64]
+    blobs = [bytes(base.blob(*pair)) for pair in TINY_PAIRS]
+    assert not tune.is_hole(1, 1)
+    base.path.unlink()
+    other = PackedExperts.begin(Manifest(layout=base.layout, entries=turned), made.cache)
+    for pair, blob in zip(TINY_PAIRS, [*blobs[1:], blobs[0]], strict=True):
+        other.fill(*pair, np.frombuffer(blob, np.uint8))
+    assert {pair: bytes(tune.blob(*pair)) for pair in TINY_PAIRS} == wanted, (
+        "mapped before, the old one is read"
+    )
+    again = made.code.PackedExperts.find(tune.layout, made.cache)
+    for pair in TINY_PAIRS:
+        again.verify(*pair)
+        assert bytes(again.blob(*pair)) == wanted[pair]
+    # Two that each have a hole where the other has one lend each other nothing.
+    other.path.unlink()
+    hollow = PackedExperts.begin(base.manifest, made.cache)
+    last = made.code.PackedExperts.find(tune.layout, made.cache)
+    for pair in TINY_PAIRS:
+        assert last.is_hole(*pair) == (pair not in TUNED)
+    hollow.fill(0, 0, np.frombuffer(wanted[0, 0], np.uint8))
+    assert not last.is_hole(0, 0)
+
+
+def judge_damage(made: Family) -> None:
+    """What a sibling lends is compared where it is served from, and mended in the own place by each process."""
+    base, tune = made.shared()
+    wanted, pair = made.alone(made.tune), (1, 3)
+    # Two servers of the fine-tune; the second stands for another process.
+    beside = made.code.PackedExperts.find(tune.layout, made.cache)
+    servers = [weights_of(packed, made.tune) for packed in (tune, beside)]
+    served = [server.expert(*pair, NOBODY).gate_up for server in servers]
+    right = bytes(served[0])
+    assert not any(own_bytes(tune, pair))
+    spoil(base, pair)
+    for server, rows in zip(servers, served, strict=True):
+        assert bytes(rows) != right and not server.is_here(*pair), "what is served is bad, and passes"
+        assert bytes(server.expert(*pair, NOBODY).gate_up) == right and server.is_here(*pair)
+        assert own_bytes(tune, pair) == wanted[pair]
+    assert own_bytes(base, pair) != wanted[pair], "only whoever serves it mends a sibling"
+    assert bytes(weights_of(base, made.base).expert(*pair, NOBODY).gate_up) == right
+    assert own_bytes(base, pair) == wanted[pair]
+    # And what is bad already when a fine-tune is packed is not left to the sibling.
+    spoil(base, pair)
+    tune.path.unlink()
+    anew = made.open(made.tune)
+    for each in TINY_PAIRS:
+        anew.verify(*each)
+    assert any(own_bytes(anew, pair)) and not any(own_bytes(anew, (1, 4)))
+
+
+@pytest.mark.parametrize("judge", [judge_bytes, judge_damage])
+def test_shared_bytes_are_right_whatever_befalls_the_sibling(
+    tmp_path: Path, judge: Callable[[Family], None]
+) -> None:
+    judge(Family(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("says", "instead", "judge"),
+    [
+        pytest.param(
+            "place = sibling.manifest.places.get(digest)",
+            "place = next(iter(sibling.manifest.places.values()))",
+            judge_bytes,
+            id="lends whatever the sibling has",
+        ),
+        pytest.param("if place and sibling._is_written(*place):", "if place:", judge_bytes, id="lends holes"),
+        pytest.param(
+            "return self._borrowed.get((layer, expert), self._own(layer, expert))",
+            "own = self._own(layer, expert)\n"
+            "        return own if self._is_written(layer, expert) else self._borrowed.get((layer, expert), own)",
+            judge_damage,
+            id="compares the own place while the sibling's is served",
+        ),
+        pytest.param(
+            "        self._borrowed.pop((layer, expert), None)\n",
+            "",
+            judge_damage,
+            id="goes on with the sibling's after the own place was filled",
+        ),
+        pytest.param(
+            "if lent is not None and np.array_equal(lent, blob):",
+            "if lent is not None:",
+            judge_damage,
+            id="leaves a hole for bytes that went bad",
+        ),
+    ],
+)
+def test_a_wrong_way_to_share_is_noticed(
+    tmp_path: Path, says: str, instead: str, judge: Callable[[Family], None]
+) -> None:
+    source = Path(str(pack.__file__)).read_text()
+    assert source.count(says) == 1
+    planted = ModuleType("experts.pack")
+    exec(compile(source.replace(says, instead), "planted", "exec"), planted.__dict__)
+    with pytest.raises((AssertionError, BlobCorrupt, WeightsUnavailable)):
+        judge(Family(tmp_path, planted))
+
+
+def test_a_deleted_sibling_is_read_until_the_end_and_missed_by_who_starts_later(tmp_path: Path) -> None:
+    made = Family(tmp_path)
+    base, tune = made.shared()
+    wanted, pair = made.alone(made.tune), (1, 3)
+    running = weights_of(tune)
+    running.expert(*pair, NOBODY)
+    base.path.unlink()
+    del base
+    gc.collect()
+    # Also what it had not read yet.
+    for each in TINY_PAIRS:
+        assert running.is_here(*each) and bytes(tune.blob(*each)) == wanted[each]
+    later = made.open(made.tune)
+    with pytest.raises(WeightsUnavailable):
+        weights_of(later).expert(*pair, NOBODY)
+    mended = weights_of(later, made.tune)
+    for each in TINY_PAIRS:
+        mended.expert(*each, NOBODY)
+        assert own_bytes(later, each) == wanted[each]
+    # Now the other one leaves holes.
+    assert not any(own_bytes(made.open(made.base), pair))
+    assert bytes(made.open(made.base).blob(*pair)) == wanted[pair]
+
+
+def test_fine_tunes_that_are_packed_at_once_beside_a_builder_that_was_killed_are_both_right(
+    tmp_path: Path,
+) -> None:
+    made = Family(tmp_path)
+    command = [sys.executable, "-c", BUILDER]
+    seed = int(np.random.default_rng().integers(1 << 31))
+    pauses = np.random.default_rng(seed).uniform(0.2, 1.0, 2)
+    for pause_s in pauses:
+        doomed = subprocess.Popen(
+            [*command, str(made.tune.directory), str(made.cache)], stdout=subprocess.DEVNULL
+        )
+        time.sleep(pause_s)
+        doomed.kill()
+        doomed.wait()
+    builders = [
+        subprocess.Popen([*command, str(each.directory), str(made.cache)], stderr=subprocess.PIPE)
+        for each in (made.base, made.tune, made.base, made.tune)
+    ]
+    said = [builder.communicate(timeout=60)[1] for builder in builders]
+    assert [builder.returncode for builder in builders] == [0] * 4, f"seed {seed}: {said}"
+    for each in (made.base, made.tune):
+        packed, wanted = made.open(each), made.alone(each)
+        assert {pair: bytes(packed.blob(*pair)) for pair in TINY_PAIRS} == wanted, f"seed {seed}"
+    assert sorted(path.suffix for path in made.cache.iterdir()) == [".experts"] * 2 + [".lock"] * 2
 
 
 def test_what_a_dead_builder_left_is_cleared(tmp_path: Path, checkpoint: Checkpoint) -> None:
