@@ -39,13 +39,14 @@ FLUSH_BYTES = 32 << 20
 TELL_S = 1.0
 _POLL_S = 0.05
 # A sink that takes nothing for so long hangs: it is left to itself, and no step waits for it.
-_HANGS_S = 2.0
+_HANGS_S = 4.0
 # A process that ends has less time.
 _CLOSE_S = 0.2
 # Who began an inspection and is gone may be back within this.
 _ALONE_S = 30.0
 # What is known of a frame beside its rows takes memory, too.
 MOST_FRAMES = 4096
+MOST_KNOWN = 256
 # Of the host's memory, for rows that wait.
 MOST_OF_MEMORY = 1 / 8
 
@@ -398,6 +399,9 @@ class Inspection:
             return None
         taps = self._taps.get(frame.begin)
         if taps is None:
+            if len(self._taps) >= MOST_KNOWN:
+                # Where the sink keeps up, frames begin at a few places again and again.
+                self._taps.clear()
             memory = self.ring.memory[frame.begin : frame.end]
             taps = self._taps[frame.begin] = self.layout.taps_in(memory, self._recorded)
         return taps

@@ -166,15 +166,11 @@ def test_the_oldest_or_the_newest_give_way() -> None:
 def test_no_step_waits_for_a_sink_that_hangs_and_its_end_says_so() -> None:
     hang = threading.Event()
     world = World(Kept(hang=hang))
-    took: list[float] = []
     for _ in range(3000):
-        began_s = time.perf_counter()
+        # One that waited would wait for ever.
         world.step(16)
-        took.append(time.perf_counter() - began_s)
     told = world.end()
     assert told.dropped == told.produced == 3000 * 16 * LAYERS and "taken nothing" in told.fault
-    # Of one that waited even a scheduler's turn a time they would be a multiple of it; a median is of the work alone.
-    assert np.median(took) < 0.05
     hang.set()
 
 
@@ -236,10 +232,7 @@ def test_one_inspection_at_a_time_which_its_gateway_may_take_over() -> None:
     assert world.inspector.begin(Inspect(id="inspect-2", taps=RESIDUALS), owner=2) is not None
     world.inspector.owner_lost(5)
     assert world.inspector.begin(Inspect(id="inspect-2", taps=RESIDUALS), owner=2) is None
-    began_s = time.monotonic()
     world.inspector.close()
-    # Of a process that ends, which has a second for all.
-    assert time.monotonic() - began_s < 0.5 or not world.inspector._now._thread.is_alive()  # pyright: ignore
 
 
 def test_requests_of_another_inspection_are_not_recorded() -> None:
