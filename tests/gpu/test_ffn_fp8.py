@@ -140,7 +140,9 @@ def test_the_self_test_passes_here_and_catches_broken_kernels(
 
 
 def test_a_gpu_without_float8_says_how_to_serve_its_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
-    backend = GpuBackend(torch.device("cuda"))
+    # Of a GPU, without the context that one of its own would have made.
+    backend = GpuBackend(torch.device("cpu"))
+    backend.device = torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     with pytest.raises(
         ValueError, match=r"capability 8.0; experts in fp8 need 8.9. Serve them with --dtype bfloat16"
