@@ -226,12 +226,13 @@ class Inspector:
                 order, layout, partial(self._open_sink, order, layout.taps), owner, self._spec, self._clock(),
                 self._decoder.tap_floats,
             )  # fmt: skip
-        except (TapInvalid, MemoryError) as error:
+            begun.start(self._cpus)
+        # The last: there is no thread to be had.
+        except (TapInvalid, MemoryError, RuntimeError) as error:
             return Inspected(id=order.id, fault=str(error) or "There is too little memory.", ended=True)
         if now is not None:
             now.end()
         self._now = begun
-        begun.start(self._cpus)
         log.info("inspection_began id=%s taps=%d sink=%s", order.id, len(layout.taps), order.sink)
         return None
 
@@ -489,8 +490,8 @@ class Inspection:
     # -- the thread of the sink
 
     def _run(self, cpus: Collection[int]) -> None:
-        os.sched_setaffinity(0, cpus)
         try:
+            os.sched_setaffinity(0, cpus)
             sink = self._open_sink()
             self._folder = sink.where
             self.opened = True

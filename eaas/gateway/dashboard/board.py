@@ -164,8 +164,8 @@ class Happening:
 
 
 @dataclass(frozen=True, kw_only=True)
-class InspectionShown:
-    """How an inspection goes, as workers say it, all together. taps: how many there are. layers: that have a gate."""
+class _Inspecting:
+    """How an inspection goes. taps: how many there are. fault: empty when all is well."""
 
     id: str
     taps: int
@@ -173,6 +173,12 @@ class InspectionShown:
     delivered: int
     dropped: int
     fault: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class InspectionShown(_Inspecting):
+    """As workers say it, all together. layers: that have a gate."""
+
     layers: Sequence[LayerView]
 
 
@@ -194,15 +200,9 @@ class GateView:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Inspection:
-    """What InspectionShown has, for people. fault: empty when all is well."""
+class Inspection(_Inspecting):
+    """The same for people."""
 
-    id: str
-    taps: int
-    produced: int
-    delivered: int
-    dropped: int
-    fault: str
     layers: tuple[GateView, ...]
 
 
