@@ -52,7 +52,7 @@ serve: setup ## Serve the built-in model at http://127.0.0.1:8000. Options: make
 demo: setup ## Kill an expert server in mid-stream and show that nothing changes
 	@$(BIN)/eaas demo $(ARGS)
 
-test: setup $(VENV)/.complete-dev ## The tests for every change; 10 to 18 minutes on 2 cores. All tests of one file: make test ARGS=tests/p2p/test_frame.py
+test: setup $(VENV)/.complete-dev ## The tests for every change; 10 to 20 minutes on 2 cores. All tests of one file: make test ARGS=tests/p2p/test_frame.py
 ifneq ($(ARGS),)
 	@$(BIN)/python -m pytest $(ARGS)
 else

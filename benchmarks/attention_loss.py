@@ -251,9 +251,7 @@ class Experiment:
             except ProcessLookupError:
                 return  # It has been replaced.
 
-        found = batch(
-            self._cluster.url, self._requests, draw.randrange(len(self.calm), self._events * 3 // 4), act
-        )
+        found = batch(self._cluster.url, self._requests, draw.randrange(len(self.calm), self._events * 3 // 4), act)
         # The batch may have ended before the worker was to wake.
         time.sleep(max(0.0, injected_s[0] + frozen_s - time.monotonic()) if kind == "freeze" else 0.0)
         wake()
@@ -269,9 +267,7 @@ class Experiment:
         until_s = time.monotonic() + LIMIT_S
         while True:
             state = fetch_status(self._cluster.url)
-            serving = {
-                m["name"] for m in state["members"] if m["pool"] == "attention" and m["state"] == "serving"
-            }
+            serving = {m["name"] for m in state["members"] if m["pool"] == "attention" and m["state"] == "serving"}
             ready = serving & set(state["gateway"]["attention_workers"]) & set(self._workers())
             if len(ready) >= self._cluster.config.attention:
                 return
@@ -291,14 +287,10 @@ class Experiment:
         }
 
 
-def backlog(
-    cluster: LocalCluster, *, requests: int, prompt_tokens: int, tokens: int, seed: int
-) -> dict[str, Any]:
+def backlog(cluster: LocalCluster, *, requests: int, prompt_tokens: int, tokens: int, seed: int) -> dict[str, Any]:
     """Kill both workers, one after the other, while requests queue; counts, and seconds until the last had ended."""
     draw = random.Random(seed)
-    pidfds = [
-        os.pidfd_open(pid) for name, pid in sorted(cluster.pids().items()) if name.startswith("attention/")
-    ]
+    pidfds = [os.pidfd_open(pid) for name, pid in sorted(cluster.pids().items()) if name.startswith("attention/")]
     wanted = [
         (
             "greedy",
@@ -321,9 +313,7 @@ def backlog(
         # What has not ended by then was accepted, and queues or is computed.
         while int(fetch_status(cluster.url)["gateway"]["running"]) < requests * 3 // 4:
             if time.monotonic() > until_s:
-                raise RuntimeError(
-                    f"seed {seed}: {requests} requests are not a backlog; send more, or longer ones"
-                )
+                raise RuntimeError(f"seed {seed}: {requests} requests are not a backlog; send more, or longer ones")
             time.sleep(0.02)
         for number, pidfd in enumerate(pidfds):
             time.sleep(APART_S if number else 0.0)
@@ -336,11 +326,7 @@ def backlog(
         killed = other.submit(kill_both)
         found = batch(cluster.url, wanted, limit_s=BACKLOG_LIMIT_S)
         killed.result()
-    problems = [
-        one.problem or f"it has {len(one.tokens.get(0, ()))} tokens"
-        for one in found
-        if not whole(one, tokens)
-    ]
+    problems = [one.problem or f"it has {len(one.tokens.get(0, ()))} tokens" for one in found if not whole(one, tokens)]
     return {
         "failed": len(problems),
         "in_progress": left,
@@ -366,9 +352,7 @@ def summary(values: Sequence[float]) -> dict[str, float]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, and append one JSON line."""
-    options = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--model", default="demo", help="checkpoint folder, hub id, or demo")
     options.add_argument("--kills", type=int, default=200)
     options.add_argument("--freezes", type=int, default=50)

@@ -323,17 +323,13 @@ def plot(rows: Sequence[dict[str, Any]], out: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    options = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--world", type=Path, required=True, help="file with the dataclass World")
     options.add_argument("--setting", default=",".join(SETTINGS), help="names with commas between them")
     options.add_argument("--seeds", type=int, default=10)
     options.add_argument("--intervals", type=int, default=0, help="of a short run; 0: the world's")
     options.add_argument("--budget", type=int, default=8, help="copies that one change may make")
-    options.add_argument(
-        "--expert-cost", type=float, default=0.0, help="rows an activation costs; the world: 0"
-    )
+    options.add_argument("--expert-cost", type=float, default=0.0, help="rows an activation costs; the world: 0")
     options.add_argument("--processes", type=int, default=2)
     options.add_argument("--results", type=Path, default=RESULTS, help="folder that gets the JSON lines")
     chosen = options.parse_args(arguments)

@@ -102,9 +102,7 @@ def measure(folder: Path, text: str, window: int = 1024, dtype: str | None = Non
     spec, ids = load_spec(Checkpoint.open(folder)), Tokenizer.load(folder).encode(text)
     starts = spec.eos_ids
     if not ids or not starts:
-        raise ValueError(
-            f"{len(ids)} tokens to predict after one of {list(starts)}; at least one of each is needed."
-        )
+        raise ValueError(f"{len(ids)} tokens to predict after one of {list(starts)}; at least one of each is needed.")
     window = min(window, spec.max_model_len)
     logits_of = open_reference(folder).logits if dtype is None else KernelLogits(folder, dtype, window)
     given = [starts[0], *ids]
@@ -128,21 +126,15 @@ def end_of(path: Path, share: float) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line entry."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo", help="model folder, hub id, or demo")
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--last", type=float, default=0.1, help="share of the text, from its end")
     parser.add_argument("--window", type=int, default=1024, help="tokens")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     labels = ["auto", *(dtype.label for dtype in CHOICES)]
-    parser.add_argument(
-        "--dtype", choices=labels, help="by the kernels of this type (default: the reference)"
-    )
-    parser.add_argument(
-        "--quantize", metavar="METHOD", help="one of tests.experts.quantizing: fp8, w4a16, awq, ..."
-    )
+    parser.add_argument("--dtype", choices=labels, help="by the kernels of this type (default: the reference)")
+    parser.add_argument("--quantize", metavar="METHOD", help="one of tests.experts.quantizing: fp8, w4a16, awq, ...")
     options = parser.parse_args(argv)
     torch.set_num_threads(options.threads)
     text, folder = end_of(options.text, options.last), resolve_model(options.model)

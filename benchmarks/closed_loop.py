@@ -70,9 +70,7 @@ class ClosedLoop:
         asyncio.run(self._ask(once=True))
         failed = [f"{record.status} {record.error}" for record in self.ended if record.failed]
         if failed:
-            raise RuntimeError(
-                f"{len(failed)} of {len(self.ended)} streams failed without a fault: {failed[0]}"
-            )
+            raise RuntimeError(f"{len(failed)} of {len(self.ended)} streams failed without a fault: {failed[0]}")
         return sorted(self.ended, key=lambda record: record.prompt)
 
     @contextlib.contextmanager

@@ -135,9 +135,7 @@ def measure(
         return engine.generate(prompts_for(batch, vocab, seed=number), options.tokens).speed
 
     measures = {"http": lambda number: endpoint.speed(prompts_for(batch, vocab, number), options.tokens)}
-    measures |= {
-        name: lambda number, engine=engine: direct(engine, number) for name, engine in engines.items()
-    }
+    measures |= {name: lambda number, engine=engine: direct(engine, number) for name, engine in engines.items()}
     if peer is not None:
         measures[VLLM] = lambda number: peer.speed_awake(prompts_for(batch, vocab, number), options.tokens)
         peer.signal(signal.SIGSTOP)

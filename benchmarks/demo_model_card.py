@@ -97,8 +97,7 @@ def load_table(load: Tensor) -> str:
         "|---" * (experts + 1) + "|",
     ]
     lines += [
-        f"| {i} | " + " | ".join(f"{100 * share:.1f}" for share in load[i].tolist()) + " |"
-        for i in range(layers)
+        f"| {i} | " + " | ".join(f"{100 * share:.1f}" for share in load[i].tolist()) + " |" for i in range(layers)
     ]
     return "\n".join(lines)
 
@@ -111,15 +110,9 @@ def card(folder: Path, measured: Measured, load: Tensor) -> str:
     log = [json.loads(line) for line in (folder / "training.jsonl").read_text().splitlines()]
     config = json.loads((folder / "config.json").read_text())
     return CARD.format(
-        **{
-            name: getattr(shape, name)
-            for name in ("layers", "hidden", "q_heads", "kv_heads", "head_dim", "vocab")
-        },
+        **{name: getattr(shape, name) for name in ("layers", "hidden", "q_heads", "kv_heads", "head_dim", "vocab")},
         **{name: getattr(shape, name) for name in ("experts", "top_k", "intermediate")},
-        **{
-            name: getattr(recipe, name)
-            for name in ("seed", "dropout", "bpe_dropout", "decay", "balance", "every")
-        },
+        **{name: getattr(recipe, name) for name in ("seed", "dropout", "bpe_dropout", "decay", "balance", "every")},
         parameters=parameters,
         active=parameters - idle,
         megabytes=(folder / "model.safetensors").stat().st_size / 1e6,
@@ -140,9 +133,7 @@ def card(folder: Path, measured: Measured, load: Tensor) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line entry."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="folder that train_demo_model wrote")
     parser.add_argument("--text", type=Path, required=True, help="the text it was trained on")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))

@@ -83,8 +83,7 @@ def as_chat(text: str) -> str:
     speeches = [part.partition(":\n")[2] for part in text.split("\n\n")]
     pairs = [(a, b) for a, b in pairwise(speeches) if a and b]
     return "".join(
-        f"{TURN_START}user\n{a}{TURN_END}\n{TURN_START}assistant\n{b}{TURN_END}{END_OF_TEXT}"
-        for a, b in pairs
+        f"{TURN_START}user\n{a}{TURN_END}\n{TURN_START}assistant\n{b}{TURN_END}{END_OF_TEXT}" for a, b in pairs
     )
 
 

@@ -132,9 +132,7 @@ class Experts(nn.Module):
         count = torch.bincount(flat, minlength=self.shape.experts)
         parts = x[order // top_k].split(count.tolist())
         outs = [
-            F.linear(
-                F.silu(F.linear(part, self.gate_proj[e])) * F.linear(part, self.up_proj[e]), self.down_proj[e]
-            )
+            F.linear(F.silu(F.linear(part, self.gate_proj[e])) * F.linear(part, self.up_proj[e]), self.down_proj[e])
             for e, part in enumerate(parts)
         ]
         scaled = torch.cat(outs) * weight.flatten()[order, None]

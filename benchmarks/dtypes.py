@@ -58,9 +58,7 @@ class Engine:
 
     def __init__(self, folder: Path, dtype: Dtype, cores: Sequence[int], batch: int) -> None:
         checkpoint = Checkpoint.open(folder)
-        spec = self._spec = replace(
-            load_spec(checkpoint), dtype=Dtype.INT8 if dtype is Dtype.INT8 else Dtype.BFLOAT16
-        )
+        spec = self._spec = replace(load_spec(checkpoint), dtype=Dtype.INT8 if dtype is Dtype.INT8 else Dtype.BFLOAT16)
         # The decoder holds only its address.
         self._experts = experts_of(checkpoint, dtype, len(cores), batch)
         work, moe = Work.of(spec), spec.moe
@@ -158,9 +156,7 @@ def measure_product(rows_list: Sequence[int], rounds: int, k: int = 1024, tiles:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure and append one JSON line for each batch size."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="L", choices=["tiny", "S", "L"])
     parser.add_argument("--batch", default="1,8", help="batch sizes, comma-separated")
     parser.add_argument("--rounds", type=int, default=9)

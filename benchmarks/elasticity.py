@@ -167,10 +167,10 @@ def serve(demand: Sequence[float], plan: Plan, first: int = 64, counted_from: in
 # Plans, made for one week each: the demand is there for those that know the future.
 
 
-def by_policy(demand: np.ndarray, headroom: float, unit: int = 1) -> Plan:
-    """What is shipped."""
+def by_policy(demand: np.ndarray, headroom: float, unit: int = 1, least: int = 0) -> Plan:
+    """What is shipped; at least a unit."""
     del demand
-    policy = Policy(headroom=headroom, unit=unit, least=unit, most=MOST, start_s=START_STEPS * STEP_S)
+    policy = Policy(headroom=headroom, unit=unit, least=max(unit, least), most=MOST, start_s=START_STEPS * STEP_S)
     memory = Memory()
 
     def plan(signals: Signals, step: int) -> int:
@@ -218,8 +218,14 @@ def late_share(outcomes: Sequence[Outcome]) -> float:
     return sum(outcome.late for outcome in outcomes) / sum(outcome.tokens for outcome in outcomes)
 
 
-def tuned(measure: Callable[[float], float], low: float, high: float, whole: bool = False) -> float:
-    """A headroom between two that just keeps the SLO: to 0.005, or the least whole number.
+def tuned(
+    measure: Callable[[float], float],
+    low: float,
+    high: float,
+    whole: bool = False,
+    resolution: float = 0.005,
+) -> float:
+    """A headroom between two that just keeps the SLO: to the resolution, or the least whole number.
 
     Args:
         measure: Gives the late share of a headroom; it falls as that rises.
@@ -227,7 +233,7 @@ def tuned(measure: Callable[[float], float], low: float, high: float, whole: boo
     Raises:
         ValueError: the answer does not lie between them.
     """
-    resolution = 1 if whole else 0.005
+    resolution = 1 if whole else resolution
     over, under = measure(low), measure(high)
     if not under <= SLO < over:
         raise ValueError(f"{over:.3%} late at {low}, {under:.3%} at {high}; give two around {SLO:.1%}")
@@ -323,9 +329,7 @@ def compare(cores: int) -> tuple[dict[str, dict[str, Any]], dict[str, list[int]]
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Compare the policies; append one JSON line and draw one day."""
-    options = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--trace", type=Path, required=True, help="Azure CSV or Mooncake JSONL")
     options.add_argument("--burstiness", type=float, default=1.0, help="power on what differs from the trend")
     options.add_argument("--world", type=Path, default=Path("../shared/bench/elastic_week.py"))

@@ -146,9 +146,7 @@ def signals_from(status: Status, full: float) -> Signals:
                 load["busy"] /= full
             loads.setdefault(member.pool, []).append(load)
     coming = size.starting + max(0, size.live - serving)
-    return signals_of(
-        EXPERT, loads, wanted=size.wanted, live=serving, starting=coming, draining=size.draining
-    )
+    return signals_of(EXPERT, loads, wanted=size.wanted, live=serving, starting=coming, draining=size.draining)
 
 
 class Follower(threading.Thread):

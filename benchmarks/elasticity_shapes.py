@@ -102,8 +102,7 @@ def beside(demand: np.ndarray, counted_from: int) -> dict[str, float]:
     knows = next(
         outcome
         for percent in range(70, 160, 2)
-        if late_share([outcome := serve(asked, knows_next(demand, percent / 100), first, counted_from)])
-        <= SLO
+        if late_share([outcome := serve(asked, knows_next(demand, percent / 100), first, counted_from)]) <= SLO
     )
     return {
         "ours": ours.paid,
@@ -117,9 +116,7 @@ def beside(demand: np.ndarray, counted_from: int) -> dict[str, float]:
 def compare_shapes(seeds: Sequence[int]) -> dict[str, dict[str, Any]]:
     """Each shape's means over the seeds, and the dearest of them over static; printed as a table."""
     found: dict[str, dict[str, Any]] = {}
-    print(
-        f"{'':16} {'ours':>6} {'late':>7} {'static':>7} {'as late':>8} {'knows':>6} {'over static':>12} {'most':>7}"
-    )
+    print(f"{'':16} {'ours':>6} {'late':>7} {'static':>7} {'as late':>8} {'knows':>6} {'over static':>12} {'most':>7}")
     for shape in SHAPES:
         lines = [beside(demand_of(shape, seed), LEARNED) for seed in seeds]
         line = {word: round(float(np.mean([line[word] for line in lines])), 5) for word in lines[0]}
@@ -136,9 +133,7 @@ def compare_shapes(seeds: Sequence[int]) -> dict[str, dict[str, Any]]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Compare on every shape; append one JSON line."""
-    options = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--seeds", type=int, default=5, help="how many of each shape")
     options.add_argument("--results", type=Path, default=RESULTS, help="folder that gets the JSON line")
     chosen = options.parse_args(argv)

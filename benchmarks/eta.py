@@ -170,9 +170,7 @@ def trace(path: Path, limit: int = 4096) -> list[Asked]:
     ]
 
 
-def draw(
-    seed: int, requests: int, per_s: Callable[[float], float], median: Callable[[float], float]
-) -> list[Asked]:
+def draw(seed: int, requests: int, per_s: Callable[[float], float], median: Callable[[float], float]) -> list[Asked]:
     """Requests at random times, of six kinds with outputs of other lengths, a third of them cut by low limits."""
     drawing, at_s, load = random.Random(seed), 0.0, list[Asked]()
     for _ in range(requests):
@@ -309,19 +307,13 @@ def scaled(
 def main(argv: Sequence[str] | None = None) -> None:
     """Judge each load and append one JSON line each."""
     options = parser(__doc__)
-    options.add_argument(
-        "--trace", type=Path, help="CSV file of a trace: TIMESTAMP, ContextTokens, GeneratedTokens"
-    )
+    options.add_argument("--trace", type=Path, help="CSV file of a trace: TIMESTAMP, ContextTokens, GeneratedTokens")
     options.add_argument("--requests", type=int, default=6000, help="of each simulated load that is drawn")
     options.add_argument("--seed", type=int, help="of what is drawn; default: from the clock")
-    options.add_argument(
-        "--loads", choices=("all", "none"), default="all", help="simulated loads, or none of them"
-    )
+    options.add_argument("--loads", choices=("all", "none"), default="all", help="simulated loads, or none of them")
     options.add_argument("--live", type=int, default=0, help="requests to clusters here; 0: no cluster")
     options.add_argument("--rate", type=float, default=3.0, help="of these, a second")
-    options.add_argument(
-        "--scale", type=float, default=1.0, help="their lengths, of those that they are drawn as"
-    )
+    options.add_argument("--scale", type=float, default=1.0, help="their lengths, of those that they are drawn as")
     chosen = options.parse_args(argv)
     seed = time.time_ns() % 2**32 if chosen.seed is None else chosen.seed
     loads: dict[str, tuple[list[Asked], int]] = {}

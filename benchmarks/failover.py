@@ -274,9 +274,7 @@ def faults_of(runs: Sequence[Run], what: str) -> dict[str, Any]:
     worst = [max(each) for each in stalls if each]
     found: dict[str, Any] = {
         "faults": len(injections),
-        "stream_s": spread(
-            [(one.ended_s or 0.0) - (one.sent_s or 0.0) for run in runs for one in run.records]
-        ),
+        "stream_s": spread([(one.ended_s or 0.0) - (one.sent_s or 0.0) for run in runs for one in run.records]),
         "added_stall_ms": spread([stall for each in stalls for stall in each]),
         "worst_stall_ms": {**spread(worst), "each": [round(stall, 1) for stall in worst]},
     }
@@ -335,13 +333,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     found.add_argument("--what", default="kill", choices=KINDS)
     found.add_argument("--pairs", type=int, default=1, help="of a run with and one without the fault")
     found.add_argument("--at", type=float, default=4.0, help="second of the fault in its run")
-    found.add_argument(
-        "--window", type=float, default=30.0, help="seconds after the fault that count for the loss"
-    )
+    found.add_argument("--window", type=float, default=30.0, help="seconds after the fault that count for the loss")
     found.add_argument("--kills", type=int, default=20, help="of --what stalls")
-    found.add_argument(
-        "--share", type=float, default=0.0, help="of a core for each expert server; 0: no limit"
-    )
+    found.add_argument("--share", type=float, default=0.0, help="of a core for each expert server; 0: no limit")
     chosen = found.parse_args(argv)
     if chosen.at >= chosen.seconds:
         found.error(f"--at {chosen.at:g} lies behind the run's end; --seconds is {chosen.seconds:g}.")
@@ -350,7 +344,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             fault_experiment(chosen, **({"allow_chaos": True} if chosen.what == "slow" else {}))
         )
         if chosen.share:
-            closing.enter_context(LaneShare(experiment, chosen.share))
+            closing.enter_context(LaneShare(lambda: experiment.view, chosen.share))
         measure: Callable[[FaultExperiment, argparse.Namespace], dict[str, Any]]
         measure = stalls if chosen.what == "stalls" else in_pairs
         result = measure(experiment, chosen)

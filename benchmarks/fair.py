@@ -69,9 +69,7 @@ class World:
 
     async def ask(self, client: httpx.AsyncClient, tenant: str, number: int) -> tuple[list[int], int]:
         """The tokens of one answer, and how many there are of prompt and answer."""
-        reply = await client.post(
-            f"{self.url}/v1/completions", json=self.bodies[number], headers=self.headers(tenant)
-        )
+        reply = await client.post(f"{self.url}/v1/completions", json=self.bodies[number], headers=self.headers(tenant))
         if reply.status_code != 200:
             self.wrong.append(f"prompt {number}: {reply.status_code} {reply.text}")
             return self.answers[number], 0
@@ -135,9 +133,7 @@ async def overload(world: World, client: httpx.AsyncClient, window_s: float) -> 
     return dict(had)
 
 
-async def now_and_then(
-    world: World, client: httpx.AsyncClient, seed: int, rate: float, for_s: float
-) -> list[float]:
+async def now_and_then(world: World, client: httpx.AsyncClient, seed: int, rate: float, for_s: float) -> list[float]:
     """One tenant's times to the first token, at so many requests a second."""
     draw, asked = random.Random(seed), list[asyncio.Task[float]]()
     end_s = time.monotonic() + for_s
@@ -257,9 +253,7 @@ def pools(router: str, window_s: float, wrong: list[str]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=("shares", "waits", "pools"))
     parser.add_argument("--model", type=Path, default=Path("demo"))
     parser.add_argument("--window-s", type=float, default=40.0)
@@ -272,10 +266,7 @@ def main() -> None:
         path = Path(folder) / "keys.json"
         write_keys(
             path,
-            [
-                Key(name=name, sha256=digest_of(key), weight=WEIGHTS[name], operator=True)
-                for name, key in keys.items()
-            ],
+            [Key(name=name, sha256=digest_of(key), weight=WEIGHTS[name], operator=True) for name, key in keys.items()],
         )
         config = ClusterConfig(
             model=resolve_model(given.model), experts=1, replicas=1, served_model_name=NAME, port=0, keys_file=path

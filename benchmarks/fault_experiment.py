@@ -42,9 +42,7 @@ class Counts:
     @classmethod
     def of(cls, verdict: Verdict) -> Counts:
         """Of a comparison with the calm run."""
-        return cls(
-            failed=verdict.failed, lost=verdict.lost, repeated=verdict.repeated, changed=verdict.changed
-        )
+        return cls(failed=verdict.failed, lost=verdict.lost, repeated=verdict.repeated, changed=verdict.changed)
 
     def __add__(self, other: Counts) -> Counts:
         return Counts(**{name: value + getattr(other, name) for name, value in asdict(self).items()})
@@ -145,9 +143,7 @@ def options(about: str | None, *, streams: int, seconds: float) -> argparse.Argu
     found.add_argument("--experts", type=int, default=4)
     found.add_argument("--replicas", type=int, default=2)
     found.add_argument("--attention", type=int, default=2)
-    found.add_argument(
-        "--streams", type=int, default=streams, help="clients, each of which asks without pause"
-    )
+    found.add_argument("--streams", type=int, default=streams, help="clients, each of which asks without pause")
     found.add_argument("--tokens", type=int, default=64, help="of each answer")
     found.add_argument("--seconds", type=float, default=seconds, help="of streams in one run")
     found.add_argument("--seed", type=int, default=1, help="of prompts, victims and moments")

@@ -118,9 +118,7 @@ def inject(experiment: FaultExperiment, injection: Injection) -> Hit:
     end_s = time.monotonic() + HAPPENS_WITHIN_S
     while time.monotonic() < end_s:
         if state_of(pid) in (*GONE, *FROZEN):
-            hit = Hit(
-                injection=injection, victim=victim, armed_s=armed_s, injected_s=experiment.streams.now_s
-            )
+            hit = Hit(injection=injection, victim=victim, armed_s=armed_s, injected_s=experiment.streams.now_s)
             experiment.wait(f"{victim} thawed or gone", lambda: state_of(pid) not in FROZEN)
             # The router keeps a freeze at a point until it cannot happen any more, and would refuse another.
             take_back(experiment, injection)
@@ -154,9 +152,7 @@ def newcomer(experiment: FaultExperiment, injection: Injection) -> str:
         before = experiment.serving()
         # Who was frozen for long may be fenced between the look and the order.
         with contextlib.suppress(FaultRefused):
-            experiment.router.inject(
-                [injection.draw.choice(before)], Fault(id=f"room-{injection.number}", kind="kill")
-            )
+            experiment.router.inject([injection.draw.choice(before)], Fault(id=f"room-{injection.number}", kind="kill"))
             break
 
     def joined() -> list[str]:
@@ -175,9 +171,7 @@ def state_of(pid: int) -> str:
         return ""
 
 
-def campaign(
-    experiment: FaultExperiment, seed: int, first: int, runs: int, minutes: float = 0.0
-) -> list[Hit]:
+def campaign(experiment: FaultExperiment, seed: int, first: int, runs: int, minutes: float = 0.0) -> list[Hit]:
     """Injections one after another until `runs` have happened, or the time is over. Streams run all the while."""
     hits: list[Hit] = []
     began_s, number, done = time.monotonic(), first, 0
@@ -250,9 +244,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     found = options(__doc__, streams=8, seconds=0)
     found.add_argument("--runs", type=int, default=28, help="injections that must happen")
     found.add_argument("--first", type=int, default=0, help="number of the first injection")
-    found.add_argument(
-        "--minutes", type=float, default=0.0, help="end sooner than that many injections; 0: do not"
-    )
+    found.add_argument("--minutes", type=float, default=0.0, help="end sooner than that many injections; 0: do not")
     chosen = found.parse_args(argv)
     began_s = time.monotonic()
     with fault_experiment(chosen, allow_chaos=True) as experiment:

@@ -86,9 +86,7 @@ def _sampling(draw: random.Random) -> dict[str, Any]:
     }
     body |= _some(draw, 0.25, top_p=0.9, top_k=draw.randint(1, 50), min_p=0.02)
     body |= _some(draw, 0.25, presence_penalty=0.7, frequency_penalty=-0.3, repetition_penalty=1.2)
-    body |= _some(
-        draw, 0.2, n=draw.randint(2, 3), stop=["the", "\n\n"], stop_token_ids=[draw.randrange(9, 400)]
-    )
+    body |= _some(draw, 0.2, n=draw.randint(2, 3), stop=["the", "\n\n"], stop_token_ids=[draw.randrange(9, 400)])
     body |= _some(draw, 0.2, logit_bias={str(draw.randrange(400)): 4.0}, return_token_ids=True, min_tokens=5)
     body |= _some(draw, 0.2, ignore_eos=True, include_stop_str_in_output=True)
     if draw.random() < 0.5:
@@ -168,9 +166,7 @@ def told(events: list[Any]) -> Any:
             choices.setdefault(choice["index"], []).append(choice)
     if len(choices) < 2:
         return events
-    heads = [
-        {name: value for name, value in event.items() if name not in ("choices", "usage")} for event in events
-    ]
+    heads = [{name: value for name, value in event.items() if name not in ("choices", "usage")} for event in events]
     return [sorted(choices.items()), events[-1].get("usage"), heads]
 
 
@@ -189,9 +185,7 @@ def ask(client: httpx.Client, asked: Asked) -> Any:
     ]
 
 
-def inject(
-    experiment: FaultExperiment, draw: random.Random, faults: Sequence[Step], outcomes: Counter[str]
-) -> None:
+def inject(experiment: FaultExperiment, draw: random.Random, faults: Sequence[Step], outcomes: Counter[str]) -> None:
     """Carry faults out, at moments drawn."""
     for at_s, step in sorted((draw.uniform(0, STRIKES_S), step) for step in faults):
         time.sleep(at_s / len(faults))

@@ -37,9 +37,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     command.add_argument("--tokens", type=int, default=64, help="steps of a round")
     # Many short rounds: what is looked for is a few microseconds of a step of a thousand.
     command.set_defaults(rounds=21)
-    command.add_argument(
-        "--pools", default="1x1,1x2,2x1,4x1,8x1", help="servers x lanes of each, comma-separated"
-    )
+    command.add_argument("--pools", default="1x1,1x2,2x1,4x1,8x1", help="servers x lanes of each, comma-separated")
     options = command.parse_args(argv)
     pools = [tuple(map(int, pool.split("x"))) for pool in options.pools.split(",")]
     if any(len(pool) != 2 for pool in pools):
@@ -86,8 +84,7 @@ def measure(model: Path, servers: int, lanes: int, cores: Sequence[int], options
                 "layers": layers,
                 "us_per_layer": percentiles(extra_us),
                 "step_us": {
-                    name: percentiles(np.concatenate([steps_us(run) for run in runs]))
-                    for name, runs in found.items()
+                    name: percentiles(np.concatenate([steps_us(run) for run in runs])) for name, runs in found.items()
                 },
             }
             record("handover", result, (), options.results)
@@ -101,10 +98,7 @@ def steps_us(run: Run) -> np.ndarray:
 def over_inproc_us(ours: Sequence[Run], inproc: Sequence[Run], layers: int) -> np.ndarray:
     """Microseconds a layer of each step over servers beyond the median step in process of the same round."""
     return np.concatenate(
-        [
-            (steps_us(mine) - np.median(steps_us(other))) / layers
-            for mine, other in zip(ours, inproc, strict=True)
-        ]
+        [(steps_us(mine) - np.median(steps_us(other))) / layers for mine, other in zip(ours, inproc, strict=True)]
     )
 
 

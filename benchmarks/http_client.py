@@ -115,9 +115,7 @@ def stream_batch(
     open_streams = len(records)
     while open_streams:
         if time.monotonic() > deadline:
-            raise RuntimeError(
-                f"{open_streams} of {len(records)} streams had not ended after {timeout_s:.0f} s"
-            )
+            raise RuntimeError(f"{open_streams} of {len(records)} streams had not ended after {timeout_s:.0f} s")
         for key, _ in selector.select(1.0):
             connection, record = key.fileobj, key.data
             chunk = connection.recv(65536)  # type: ignore[union-attr]

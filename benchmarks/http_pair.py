@@ -90,9 +90,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 return side.streams_awake(prompts_for(streams, vocab, seed, prompt), options.tokens)
 
             # Nothing to settle: what is not measured is stopped.
-            came = interleave(
-                {name: partial(asked, side) for name, side in sides.items()}, options.rounds, {}
-            )
+            came = interleave({name: partial(asked, side) for name, side in sides.items()}, options.rounds, {})
             line = {
                 "shape": options.shape,
                 "prompt": prompt,

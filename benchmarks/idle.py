@@ -43,9 +43,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 found[name].append((cpu_s(pid) - before[name]) / elapsed_s * 1e3)
     sums = [sum(each) for each in zip(*found.values(), strict=True)]
     row = {name: spread(each) for name, each in sorted(found.items())} | {"all": spread(sums)}
-    record(
-        "idle", {"experts": options.experts, "threads": len(cores), "cpu_ms_per_s": row}, (), options.results
-    )
+    record("idle", {"experts": options.experts, "threads": len(cores), "cpu_ms_per_s": row}, (), options.results)
 
 
 if __name__ == "__main__":

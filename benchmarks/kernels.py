@@ -88,15 +88,11 @@ def over(found: np.ndarray, wanted: torch.Tensor, bound: float) -> float:
     return float(np.abs(found.reshape(exact.shape) - exact).max() / (bound * np.abs(exact).max()))
 
 
-def product_case(
-    name: str, rows: int, k: int, counts: Sequence[int], gate_up: bool = False
-) -> Iterator[Case]:
+def product_case(name: str, rows: int, k: int, counts: Sequence[int], gate_up: bool = False) -> Iterator[Case]:
     """x @ W.T with W [rows, k]; with gate_up W holds gate and up, [2 * rows, k], and silu(gate) * up follows."""
     weight = to_dtype(drawn((2 if gate_up else 1) * rows, k) * np.float32(k**-0.5), Dtype.BFLOAT16)
     if gate_up:
-        data = pack_expert(
-            weight[:rows], weight[rows:], np.zeros((k, rows), np.uint16), Dtype.BFLOAT16
-        ).gate_up
+        data = pack_expert(weight[:rows], weight[rows:], np.zeros((k, rows), np.uint16), Dtype.BFLOAT16).gate_up
         kernel, tiles = "experts_ffn_gate_up", -(-rows // 32)
     else:
         data = pack_matrix(weight, Dtype.BFLOAT16).data
@@ -111,9 +107,7 @@ def product_case(
         out = np.zeros((m, rows), np.uint16 if gate_up else np.float32)
         torch_x = bfloat16(x)
 
-        def run(
-            lane: int, lanes: int, calls: int, m: int = m, x: np.ndarray = x, out: np.ndarray = out
-        ) -> None:
+        def run(lane: int, lanes: int, calls: int, m: int = m, x: np.ndarray = x, out: np.ndarray = out) -> None:
             native_loop(
                 address, 1, pointer(packed), ctypes.c_uint64(packed.shape[1]), copies, rows, k, pointer(x), m,
                 pointer(out), *part(tiles, lane, lanes), int(gate_up), calls,
@@ -168,9 +162,7 @@ def attention_case(shape: Shape, name: str, rows: int, length: int) -> Iterator[
         # One row: the queries of a key-value head stand where rows would, so that nothing is expanded.
         grouped = torch.from_numpy(queries).reshape(rows, kv, -1, dim)
         moved = grouped.permute(1, 0, 2, 3) if rows == 1 else grouped.flatten(1, 2).permute(1, 0, 2)
-        return moved.reshape(1, -1 if rows > 1 else kv, rows * (1 if rows > 1 else heads // kv), dim).to(
-            dtype
-        )
+        return moved.reshape(1, -1 if rows > 1 else kv, rows * (1 if rows > 1 else heads // kv), dim).to(dtype)
 
     rounded = torch_queries(torch.bfloat16)
 
@@ -251,9 +243,7 @@ def gate_case(shape: Shape, rows: int) -> Iterator[Case]:
             linear, 0, pointer(packed.data), ctypes.c_uint64(0), 1, experts, hidden, pointer(x, first * hidden),
             last - first, pointer(logits, first * experts), 0, packed.tiles, 0, calls,
         )  # fmt: skip
-        library().probe_gate(
-            ops, pointer(logits), experts, top_k, pointer(ids), pointer(weights), first, last, calls
-        )
+        library().probe_gate(ops, pointer(logits), experts, top_k, pointer(ids), pointer(weights), first, last, calls)
 
     tx, tw = torch.from_numpy(x), torch.from_numpy(weight)
 
@@ -335,9 +325,7 @@ def cases(shape: Shape) -> Iterator[tuple[str, Callable[[], Iterator[Case]]]]:
 def measure(case: Case, lanes: Lanes, rounds: int) -> dict[str, Any]:
     """Interleaved rounds of floor, kernel and torch; medians."""
     if case.error() >= 1:
-        raise RuntimeError(
-            f"{case.name} {case.size} disagrees with torch by {case.error():.3g} bounds; no timing."
-        )
+        raise RuntimeError(f"{case.name} {case.size} disagrees with torch by {case.error():.3g} bounds; no timing.")
     torch.set_num_threads(lanes.count)
 
     def sample(calls: int) -> float:
@@ -382,9 +370,7 @@ def measure(case: Case, lanes: Lanes, rounds: int) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure every kernel asked for; one JSON line each, and a table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = list(dict.fromkeys(name for name, _ in cases(SHAPES["S"])))
     parser.add_argument("--only", choices=names, help="one kernel; all where not given")
     parser.add_argument("--shape", default="S,L", help="shapes, comma-separated")
@@ -405,9 +391,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                         rows.append(result)
     for lanes in pools:
         lanes.close()
-    print(
-        f"{'kernel':10} {'size':22} shape lanes {'us':>9} {'floor us':>9} {'of floor':>8} {'torch/ours':>10}"
-    )
+    print(f"{'kernel':10} {'size':22} shape lanes {'us':>9} {'floor us':>9} {'of floor':>8} {'torch/ours':>10}")
     for row in rows:
         of_floor, ratio = row["of_floor"]["median"], row["torch_over_ours"]["median"]
         print(

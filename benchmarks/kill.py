@@ -38,12 +38,8 @@ def result_of(report: Mapping[str, Any], experts: int) -> dict[str, Any]:
     """
     spans, found = report.get("chaos", {}).get("spans", ()), report["throughput"]
     if not spans or "verdict" not in report:
-        raise ValueError(
-            "The report has no fault or no reference; run eaas load with --chaos and --reference."
-        )
-    stalls = (
-        report["chaos"]["windows"]["recoveries"][0]["stalls_s"] if report["chaos"].get("windows") else None
-    )
+        raise ValueError("The report has no fault or no reference; run eaas load with --chaos and --reference.")
+    stalls = report["chaos"]["windows"]["recoveries"][0]["stalls_s"] if report["chaos"].get("windows") else None
     return {
         "experts": experts,
         "step_s": found["step_s"],
@@ -119,9 +115,7 @@ def picture(row: Mapping[str, Any]) -> str:
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("report", type=Path, nargs="?", help="what eaas load --json wrote; none: draw again")
     options.add_argument("--experts", type=int, default=4, help="expert servers there were")
     given = options.parse_args()

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.fault_experiment import FaultExperiment
-from router.view import EXPERT
+from router.view import EXPERT, View
 
 # Short, so that a server at its limit waits little for the next period.
 PERIOD_US = 5_000
@@ -24,15 +24,16 @@ class LaneShareUnavailable(RuntimeError):
 class LaneShare:
     """Gives every expert server its own quota, those that join later included, for the length of a `with`."""
 
-    def __init__(self, experiment: FaultExperiment, share: float) -> None:
+    def __init__(self, view: Callable[[], View | None], share: float) -> None:
         """
         Args:
+            view: Gives the cluster's newest View.
             share: Of one core, 0 to 1.
 
         Raises:
             LaneShareUnavailable: no control group can be made here; at the end of the `with`, for one that joined.
         """
-        self._experiment = experiment
+        self._view = view
         self._quota_us, self._period_us = round(PERIOD_US * share), PERIOD_US
         if self._quota_us < LEAST_QUOTA_US:
             self._quota_us, self._period_us = LEAST_QUOTA_US, round(LEAST_QUOTA_US / share)
@@ -69,7 +70,7 @@ class LaneShare:
             self._error = error
 
     def _hold_new(self) -> None:
-        view = self._experiment.view
+        view = self._view()
         for member in view.pool(EXPERT) if view else ():
             if member.pid not in self._groups:
                 self._hold(member.pid)

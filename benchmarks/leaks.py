@@ -16,6 +16,7 @@ import argparse
 import asyncio
 import json
 import random
+import re
 import sys
 import time
 import urllib.request
@@ -73,9 +74,7 @@ async def client(address: tuple[str, int], tokens: int, kind: str, draw: random.
                     tail = (tail + part)[-400:]
                     if kind == "slow" and draw.random() < 0.2:
                         await asyncio.sleep(SIP_S)
-                return (
-                    "done" if b"data: [DONE]" in tail else f"{kind}: {tail[-200:].decode(errors='replace')}"
-                )
+                return "done" if b"data: [DONE]" in tail else f"{kind}: {tail[-200:].decode(errors='replace')}"
             finally:
                 writer.close()
     except (OSError, TimeoutError) as error:
@@ -103,10 +102,8 @@ def reading(cluster: LocalCluster) -> dict[str, dict[str, float]]:
     while True:
         found = {name: process(pid) for name, pid in cluster.pids().items()}
         with urllib.request.urlopen(f"{cluster.url}/metrics") as page:
-            lines = [
-                line.split(" ") for line in page.read().decode().splitlines() if not line.startswith("#")
-            ]
-        gauges = {line[0]: float(line[1]) for line in lines if line[0] in GAUGES}
+            samples = re.findall(r"^(\w+)\{.*\} (\S+)$", page.read().decode(), re.M)
+        gauges = {name: float(value) for name, value in samples if name in GAUGES}
         for member in fetch_status(cluster.url)["members"]:
             if member["pool"] == "attention":
                 load = {key: member["load"].get(key, -1.0) for key in ("running", "waiting", "kv_use")}
@@ -127,9 +124,7 @@ def held(found: Mapping[str, Mapping[str, float]]) -> float:
 def left(before: Mapping[str, Mapping[str, float]], after: Mapping[str, Mapping[str, float]]) -> list[str]:
     """What stayed behind, in words: work in progress, processes replaced, descriptors, threads and memory."""
     said = [
-        f"{what} holds requests, slots or blocks"
-        for what, of in (("before", before), ("after", after))
-        if held(of)
+        f"{what} holds requests, slots or blocks" for what, of in (("before", before), ("after", after)) if held(of)
     ]
     if before.keys() != after.keys():
         said.append(f"{sorted(before)} began, {sorted(after)} are there")
@@ -143,9 +138,7 @@ def left(before: Mapping[str, Mapping[str, float]], after: Mapping[str, Mapping[
 
 def process(pid: int) -> dict[str, float]:
     """Descriptors, threads and resident memory of a process."""
-    status = dict(
-        line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":" in line
-    )
+    status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":" in line)
     return {
         "fds": float(len(list(Path(f"/proc/{pid}/fd").iterdir()))),
         "threads": float(status["Threads"]),
@@ -155,9 +148,7 @@ def process(pid: int) -> dict[str, float]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, and append one JSON line."""
-    options = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--model", default="demo", help="checkpoint folder, hub id, or demo")
     options.add_argument("--minutes", type=float, default=10.0)
     options.add_argument("--streams", type=int, default=500)
@@ -199,9 +190,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "after": after,
     }
     record(NAME, result, ("numpy", "uvicorn", "uvloop"), chosen.results)
-    amiss = [
-        f"{count} streams ended with {end}" for end, count in ends.items() if end not in ("done", "cancelled")
-    ]
+    amiss = [f"{count} streams ended with {end}" for end, count in ends.items() if end not in ("done", "cancelled")]
     amiss += left(before, after)
     if amiss or not ends["done"]:
         print("; ".join(amiss) or "no stream was served to its end", file=sys.stderr)

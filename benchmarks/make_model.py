@@ -379,9 +379,7 @@ def write_json(path: Path, value: Any) -> None:
     _replace(path, [(json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()])
 
 
-def write_safetensors(
-    folder: Path, tensors: Sequence[TensorOut], shard_bytes: int = SHARD_BYTES
-) -> list[Path]:
+def write_safetensors(folder: Path, tensors: Sequence[TensorOut], shard_bytes: int = SHARD_BYTES) -> list[Path]:
     """Write model.safetensors, or shards and their index once the data exceed `shard_bytes`.
 
     Weights that the folder held before are gone afterwards, however they were split.
@@ -403,9 +401,7 @@ def write_safetensors(
     if len(shards) == 1:
         names = ["model.safetensors"]
     else:
-        names = [
-            f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)
-        ]
+        names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
     for name, shard in zip(names, shards, strict=True):
         _replace(folder / name, _stream(shard))
     index = folder / "model.safetensors.index.json"
@@ -414,9 +410,7 @@ def write_safetensors(
         if path.name not in names:
             path.unlink(missing_ok=True)
     if len(shards) > 1:
-        weight_map = {
-            tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard
-        }
+        weight_map = {tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
         total = sum(tensor.nbytes for tensor in tensors)
         write_json(index, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
     return [folder / name for name in names]
@@ -442,9 +436,7 @@ def _stream(tensors: Sequence[TensorOut]) -> Iterable[bytes]:
             given += len(chunk)
             yield chunk
         if given != tensor.nbytes:
-            raise ValueError(
-                f"{tensor.name} gave {given} bytes; {tensor.dtype} {tensor.shape} needs {tensor.nbytes}."
-            )
+            raise ValueError(f"{tensor.name} gave {given} bytes; {tensor.dtype} {tensor.shape} needs {tensor.nbytes}.")
 
 
 def _replace(path: Path, chunks: Iterable[bytes]) -> None:
@@ -457,9 +449,7 @@ def _replace(path: Path, chunks: Iterable[bytes]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Write a checkpoint; exits with the reason where the words make no sense."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument("--shape", default="tiny", help="tiny, S (188 M parameters) or L (1.52 B)")
     parser.add_argument("--arch", default="qwen3_moe", help=", ".join(ARCHITECTURES))

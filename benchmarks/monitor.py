@@ -29,9 +29,7 @@ SIZES = (4 << 10, 64 << 10)
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, and append one JSON line."""
-    command = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    command = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     command.add_argument("--rounds", type=int, default=201, help="of on and off in turn")
     command.add_argument("--results", type=Path, default=RESULTS, help="folder of the JSON lines")
     options = command.parse_args(argv)

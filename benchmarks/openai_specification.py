@@ -101,9 +101,7 @@ def _operation(body: Mapping[str, Any] | None, answer: Mapping[str, Any]) -> dic
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--model", default="demo", help="Served model name.")
     print(json.dumps(specification(options.parse_args().model), indent=1))
 

@@ -58,20 +58,14 @@ TOPOLOGIES = {
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure what is asked for; append JSON lines, draw the plot."""
-    command = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    command = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     command.add_argument("--what", default="latency,bandwidth,copies,idle,incast")
     command.add_argument("--topology", default=",".join(TOPOLOGIES))
     command.add_argument("--transports", default=",".join(TRANSPORTS))
     command.add_argument("--latency", default="8,64,512,4096,32768,262144,1048576", help="bytes, each way")
-    command.add_argument(
-        "--bandwidth", default="4096,65536,524288,4194304,67108864", help="bytes of a request"
-    )
+    command.add_argument("--bandwidth", default="4096,65536,524288,4194304,67108864", help="bytes of a request")
     command.add_argument("--rounds", type=int, default=5)
-    command.add_argument(
-        "--cell-s", type=float, default=0.1, help="seconds for which a round measures a cell"
-    )
+    command.add_argument("--cell-s", type=float, default=0.1, help="seconds for which a round measures a cell")
     command.add_argument("--results", type=Path, default=RESULTS, help="folder that gets the JSON lines")
     options = command.parse_args(argv)
     what = options.what.split(",")
@@ -119,9 +113,7 @@ def star(
                 if others > 1 and transport in ("memcpy", "nixl-put", "nixl-bare"):
                     continue  # measured as a baseline, between two processes
                 if transport == "shm" and 1 + others > cores:
-                    raise Missing(
-                        f"{1 + others} polling processes need as many cores, found {cores}; see shm-parked."
-                    )
+                    raise Missing(f"{1 + others} polling processes need as many cores, found {cores}; see shm-parked.")
                 running.open(transport)
                 usable.append(transport)
             except Missing as missing:
@@ -222,9 +214,7 @@ def slower(cells: Mapping[str, Cell]) -> dict[str, dict[str, float]]:
     base = next((name for name in ("shm", "shm-parked") if name in cells), "")
     pairs += [(name, base) for name in cells if name not in (base, "memcpy")]
     return {
-        f"{one}/{other}": spread(
-            [cells[one].cost(i) / cells[other].cost(i) for i in range(cells[one].rounds)]
-        )
+        f"{one}/{other}": spread([cells[one].cost(i) / cells[other].cost(i) for i in range(cells[one].rounds)])
         for one, other in pairs
         if one in cells and other in cells
     }
@@ -261,9 +251,7 @@ def copies(loops: Path, options: argparse.Namespace) -> None:
 def idle(running: Star, transports: Sequence[str], options: argparse.Namespace) -> None:
     """CPU time of a parked thread that waits for a request which comes seconds later."""
     cores = sorted(os.sched_getaffinity(0))
-    load = Load(
-        request_bytes=TAKEN_BYTES, reply_bytes=TAKEN_BYTES, depth=1, count=1, parked=True, cores=cores[:1]
-    )
+    load = Load(request_bytes=TAKEN_BYTES, reply_bytes=TAKEN_BYTES, depth=1, count=1, parked=True, cores=cores[:1])
     shares = {}
     for transport in ("shm-parked", "shm-python", "nixl"):
         if transport in transports:
@@ -274,9 +262,7 @@ def idle(running: Star, transports: Sequence[str], options: argparse.Namespace) 
 
 def write(result: Mapping[str, Any], options: argparse.Namespace) -> None:
     """Append one line."""
-    found = [
-        name for name in PACKAGES if any(d.name == name for d in importlib.metadata.distributions(name=name))
-    ]
+    found = [name for name in PACKAGES if any(d.name == name for d in importlib.metadata.distributions(name=name))]
     record("p2p", result, found, options.results)
 
 

@@ -13,7 +13,8 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
-from p2p import Header, WindowLayout, open_frame, seal_frame
+from p2p.frame import Header, open_frame, seal_frame
+from p2p.window import WindowLayout
 from tests.sim.network import SimNetwork
 
 CLIENTS: Final = 32
@@ -49,8 +50,7 @@ class Incast:
         self._clients = [self._network.endpoint(f"client-{i}", 1000 + i) for i in range(CLIENTS)]
         windows = [server.export_window(self._layout.nbytes) for _ in self._clients for server in servers]
         self._links = [
-            (window, self._clients[i // SERVERS].connect(window.descriptor))
-            for i, window in enumerate(windows)
+            (window, self._clients[i // SERVERS].connect(window.descriptor)) for i, window in enumerate(windows)
         ]
         self._left = [bulk_bytes // chunk_bytes] * len(windows)
         self._missing = sum(self._left)

@@ -41,9 +41,7 @@ def plot(folder: Path) -> None:
             if axes.get_legend_handles_labels()[0] and not figure.legends:
                 figure.legend(loc="outside right center", fontsize="small")
     hardware = rows[0]["hardware"]
-    figure.suptitle(
-        f"{hardware['cpu']}, {hardware['cores']} cores: medians of interleaved rounds, least to greatest"
-    )
+    figure.suptitle(f"{hardware['cpu']}, {hardware['cores']} cores: medians of interleaved rounds, least to greatest")
     figure.savefig(folder / "p2p.svg", metadata={"Date": None})
 
 

@@ -38,7 +38,7 @@ from experts.checkpoint import Checkpoint
 from experts.client import ExpertClient
 from experts.kernels import numerics_class
 from experts.model import Dtype, ExpertShape
-from p2p import ShmEndpoint
+from p2p.local import ShmEndpoint
 from router.client import RouterClient
 from tests.eaas.local_experts import LocalExperts
 
@@ -51,9 +51,7 @@ def engine_over(model: Path, experts: ExpertBackend, cores: Sequence[int], longe
     checkpoint = Checkpoint.open(model)
     spec = load_spec(checkpoint)
     blocks = -(-longest // BLOCK_TOKENS) + 2
-    decoder = Decoder(
-        spec, load_weights(checkpoint, spec), experts, cores, kv_blocks=blocks, max_rows=STEP_TOKENS
-    )
+    decoder = Decoder(spec, load_weights(checkpoint, spec), experts, cores, kv_blocks=blocks, max_rows=STEP_TOKENS)
     config = EngineConfig(
         max_model_len=longest + BLOCK_TOKENS,
         step_tokens=STEP_TOKENS,
@@ -168,22 +166,16 @@ def measure_shape(name: str, options: argparse.Namespace, cores: tuple[int, ...]
             result = {"shape": name, "prompt": prompt, "threads": len(cores), "rounds": options.rounds}
             for label, taken in times.items():
                 result[f"{label}_tokens_per_s"] = spread([prompt / value for value in taken])
-                result[f"{label}_of_peak"] = spread(
-                    [flops_of(shape, prompt) / value / rate for value in taken]
-                )
+                result[f"{label}_of_peak"] = spread([flops_of(shape, prompt) / value / rate for value in taken])
             record("prefill", result | {"experts": options.experts} | shares)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure each shape; one JSON line for each prompt length."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="S,L", help="shapes, comma-separated")
     parser.add_argument("--prompt", default="128,512,2048", help="prompt lengths, comma-separated")
-    parser.add_argument(
-        "--experts", type=int, default=2, help="expert servers; 0: experts in this process only"
-    )
+    parser.add_argument("--experts", type=int, default=2, help="expert servers; 0: experts in this process only")
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args(argv)
     with torch.inference_mode():

@@ -115,10 +115,7 @@ def result_of(ends: Ends, cuts_s: Sequence[float] = ()) -> dict[str, Any]:
     said = ends.result()
     arrivals = np.load(ends.arrivals_path)
     gaps = np.diff(arrivals) * 1e3
-    stalls = [
-        float(gaps[(arrivals[1:] > cut_s) & (arrivals[:-1] < cut_s + 1.0)].max(initial=0.0))
-        for cut_s in cuts_s
-    ]
+    stalls = [float(gaps[(arrivals[1:] > cut_s) & (arrivals[:-1] < cut_s + 1.0)].max(initial=0.0)) for cut_s in cuts_s]
     owner, writer = said["owner"], said["writer"]
     found = {name: owner[name] for name in ("received", "wrong", "doubled", "refused")}
     found |= {"sent": writer["sent"], "channel": writer["writes"], "seconds": float(np.ptp(arrivals))}
@@ -269,9 +266,7 @@ SCENARIOS: dict[str, Callable[[int, int], dict[str, Any]]] = {
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the scenarios and append one JSON line for each."""
-    command = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    command = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     command.add_argument("--scenario", default=",".join(SCENARIOS), help="comma-separated")
     command.add_argument("--messages", type=int, default=10_000, help="of a stream, up to 32 KiB each")
     command.add_argument("--seed", type=int, default=1)

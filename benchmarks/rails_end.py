@@ -18,8 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from p2p import Status, WindowLayout, native
+from p2p import native
+from p2p.endpoint import Status
 from p2p.nixl import NixlEndpoint, NixlPeer, NixlWindow
+from p2p.window import WindowLayout
 
 OWNER, WRITER = 31, 32
 CREDITS = WindowLayout(slots=1, payload_bytes=8192)
@@ -92,8 +94,7 @@ def own(plan: dict[str, Any]) -> None:
             arrivals.append(time.monotonic())
             end.endpoint.signal(end.peer, 4096 + 8 * int(index), number)
     wrong = sum(
-        digests.get(number)
-        != hashlib.sha256(message(plan["seed"], number, plan["payload"], plan["exact"])).digest()
+        digests.get(number) != hashlib.sha256(message(plan["seed"], number, plan["payload"], plan["exact"])).digest()
         for number in range(1, plan["messages"] + 1)
     )
     np.save(plan["arrivals"], np.array(arrivals))

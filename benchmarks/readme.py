@@ -33,6 +33,19 @@ FAULT_POINTS = ("experts", "attention", "model")
 SEEN = ("failed", "lost", "repeated", "changed")
 P2P = ("topology", "measure", "bytes", "footprint")
 KILL = ("fault",)
+SEVERAL = (
+    "measure",
+    "load",
+    "apart",
+    "peak",
+    "least",
+    "headroom",
+    "shape",
+    "servers",
+    "pooled",
+    "second",
+    "streams",
+)
 
 
 def newest(benchmark: str, fields: Sequence[str], folder: Path = RESULTS) -> list[Row]:
@@ -69,6 +82,7 @@ def latest(folder: Path = RESULTS) -> str:
     parts += balance_table(newest("balance", BALANCE, folder))
     parts += shapes_table(newest("elasticity_shapes", (), folder))
     parts += elasticity_table(newest("elasticity", ("measure", "trace", "burstiness"), folder))
+    parts += several_tables(newest("several_models", SEVERAL, folder))
     parts += eta_table(newest("eta", ("load",), folder))
     parts += recovery_table(newest("recovery", RECOVERY, folder))
     parts += router_scale_table(newest("router_scale", ROUTER_SCALE, folder))
@@ -284,9 +298,7 @@ def idle_table(rows: Sequence[Row]) -> list[str]:
         found = row["cpu_ms_per_s"]
         names = sorted(found, key=lambda name: (name == "all", name))
         heads, cells = " | ".join(names), " | ".join(cell(found[name], 1) for name in names)
-        about = (
-            f"CPU time of an idle cluster of {row['experts']} expert servers, ms a second, {machine(row)}."
-        )
+        about = f"CPU time of an idle cluster of {row['experts']} expert servers, ms a second, {machine(row)}."
         parts.append(f"{about}\n\n| {heads} |\n{'|---' * len(names)}|\n| {cells} |")
     return parts
 
@@ -358,6 +370,113 @@ def elasticity_table(rows: Sequence[Row]) -> list[str]:
     return parts
 
 
+def several_tables(rows: Sequence[Row]) -> list[str]:
+    """One pool of two models beside a pool for each: servers over weeks, memory, what mixing costs, and live load."""
+    of = {measure: [row for row in rows if row["measure"] == measure] for measure in MEASURES_OF_SEVERAL}
+    return [table(of[measure]) for measure, table in MEASURES_OF_SEVERAL.items() if of[measure]]
+
+
+def several_weeks_table(rows: Sequence[Row]) -> str:
+    """Mean servers of two pools and of one, scaled and fixed."""
+    lines = [
+        f"Two models on one pool beside a pool for each, simulated: mean servers paid over a week made from "
+        f"{rows[0]['trace']} (model B's half a day later, or in phase) and over square waves (a tenth of the peak "
+        "between peaks; in turn, or in phase), at most 0.1% of the tokens late. Scaled: both sides by the load, "
+        "headroom as shipped or tuned to just keep that; fixed: the smallest fleets that keep it on seeds 0-4. Figures "
+        "of seeds 5-14, which are harsher.",
+        "",
+        "| load, servers of one model at its peak, least | headroom | scaled: two pools (late) | one pool (late) | "
+        "fewer | fixed: two pools (late) | one pool (late) | fewer | fixed, sized on seeds 5-14: two, one, fewer |",
+        "|---" * 9 + "|",
+    ]
+    for row in rows:
+        where = f"{row['load']}, {'apart' if row['apart'] else 'in phase'}, {row['peak']:g}, {row['least']}"
+        headroom = f"{row['headroom']:g}" if row["headroom"] else "tuned"
+        cells = [where, headroom]
+        for side in ("scaled", "fixed"):
+            cells += [f"{row[side][n]['paid']:.2f} ({row[side][n]['late']:.2%})" for n in ("two", "one")]
+            cells.append(f"{row[side]['saving']:.1%}")
+        known = row["fixed"]["with_hindsight"]
+        cells.append(f"{sum(known['two'])}, {known['one']}: {1 - known['one'] / sum(known['two']):.1%}")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def several_memory_table(rows: Sequence[Row]) -> str:
+    """A pool's memory for a model and a fine-tune of it, over that for the model alone."""
+    lines = [
+        "Memory of a pool that serves a model and a fine-tune of it, over that of the pool of the model alone: packed "
+        "experts in the page cache, and what the expert servers hold of their own beyond those of the one pool.",
+        "",
+        "| shape, servers | experts rewritten | packed experts in memory, MB: alone | both | servers' own beyond, MB | "
+        "ratio |",
+        "|---" * 6 + "|",
+    ]
+    for row in rows:
+        alone, both = row["one"], row["two"]
+        beyond = max(0, both["private_bytes"] - alone["private_bytes"])
+        lines.append(
+            f"| {row['shape']}, {row['servers']} | {row['rewritten']} of {row['experts']} | "
+            f"{alone['resident_bytes'] / 1e6:.1f} | {both['resident_bytes'] / 1e6:.1f} | {beyond / 1e6:.1f} | "
+            f"{row['ratio']:.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def several_mixing_table(rows: Sequence[Row]) -> str:
+    """What an idle model costs another, and batches of two models beside batches of one."""
+    first = rows[0]
+    lines = [
+        f"Batches of two models on one pool, shape {first['shape']}, {first['servers']} expert servers on "
+        f"{first['hardware']['cores']} cores of an {first['hardware']['cpu']}; decoding, tokens/s, medians of "
+        f"{first['rounds']} interleaved rounds (least to greatest). Alone, and beside an idle model: half the streams.",
+        "",
+        "| streams | alone | beside an idle model | ratio | all of one model | half of each | ratio |",
+        "|---" * 7 + "|",
+    ]
+    lines += [
+        f"| {row['streams']} | {cell(row['tokens_per_s']['alone'], 0)} | {cell(row['tokens_per_s']['beside'], 0)} | "
+        f"{cell(row['ratio']['beside/alone'], 2)} | {cell(row['tokens_per_s']['one'], 0)} | "
+        f"{cell(row['tokens_per_s']['mixed'], 0)} | {cell(row['ratio']['mixed/one'], 2)} |"
+        for row in rows
+    ]
+    return "\n".join(lines)
+
+
+def several_live_table(rows: Sequence[Row]) -> str:
+    """Real processes under square waves: one pool beside a pool for each model."""
+    first = rows[0]
+    lines = [
+        f"Two models ({' and '.join(first['models'])}) under square waves, the low rate a tenth of the high one: one "
+        "pool of expert servers for both beside a pool for each. Every server is held to "
+        f"{first['share_of_core']:g} of a core: two cores cannot hold that many full ones, so this shows what pools of "
+        "such sizes do, not how many tokens a server makes.",
+        "",
+        "| shape, servers: one pool, two | high, requests/s | the models' loads, seconds | server-seconds: one pool | "
+        "two pools | fewer | TTFT p50, p99, ms: one pool | two pools | p99, one / two, rounds | failed |",
+        "|---" * 10 + "|",
+    ]
+    for row in rows:
+        one, two = row["one"], row["two"]
+        waits = [f"{side['ttft_p50_s'] * 1e3:.0f}, {side['ttft_p99_s'] * 1e3:.0f}" for side in (one, two)]
+        lines.append(
+            f"| {row['shape']}: {row.get('pooled', row['servers'])}, {row['servers']} + {row['servers']} | "
+            f"{row['requests_per_s']['high']:.0f} | "
+            f"{'in turn' if row['load'] == 'apart' else row['load']}, {row['seconds']:g} | "
+            f"{one['server_seconds']:.0f} | {two['server_seconds']:.0f} | {row['server_seconds_saved']:.1%} | "
+            f"{' | '.join(waits)} | {cell(row['ttft_p99_ratio'], 2)} | {one['failed'] + two['failed']} |"
+        )
+    return "\n".join(lines)
+
+
+MEASURES_OF_SEVERAL = {
+    "week": several_weeks_table,
+    "memory": several_memory_table,
+    "mixing": several_mixing_table,
+    "live": several_live_table,
+}
+
+
 def eta_table(rows: Sequence[Row]) -> list[str]:
     """How often predictions of when requests end held, and what polling by their word costs."""
     if not rows:
@@ -406,9 +525,7 @@ def recovery_table(rows: Sequence[Row]) -> list[str]:
             for phase in ("replicas", "whole")
         ]
         target = f"{row['pool']}{' hung' if 'fault' in row else ''}"
-        lines.append(
-            f"| {row['experts']} + {row['attention']} | {target} | {row['kills']} | {found[0]} | {found[1]} |"
-        )
+        lines.append(f"| {row['experts']} + {row['attention']} | {target} | {row['kills']} | {found[0]} | {found[1]} |")
     return ["\n".join(lines)]
 
 
@@ -459,9 +576,7 @@ def failover_table(rows: Sequence[Row]) -> list[str]:
     for row in rows:
         stall, worst, share = row["added_stall_ms"], row["worst_stall_ms"], row.get("share_of_core")
         losses = [
-            f"{row[name]['median']:.2f}% ({row[name]['low']:.2f} to {row[name]['high']:.2f})"
-            if name in row
-            else "–"
+            f"{row[name]['median']:.2f}% ({row[name]['low']:.2f} to {row[name]['high']:.2f})" if name in row else "–"
             for name in ("loss_percent", "loss_percent_per_server_second")
         ]
         times = [
@@ -571,9 +686,7 @@ def p2p_tables(rows: Sequence[Row]) -> list[str]:
             found = [row["transports"].get(name) for name in names]
             cells = [f"{figures[field]:.3g}" if figures else "–" for figures in found]
             if measure == "latency":
-                cells = [
-                    f"{cell} ({f['p99']:.3g})" if f else cell for cell, f in zip(cells, found, strict=True)
-                ]
+                cells = [f"{cell} ({f['p99']:.3g})" if f else cell for cell, f in zip(cells, found, strict=True)]
             lines.append(f"| {row['bytes']:,} | {' | '.join(cells)} |")
         tables.append("\n".join(lines))
     return tables

@@ -141,9 +141,7 @@ def hung(pid: int, pool: str) -> contextlib.AbstractContextManager[None]:
 FAULTS = {"kill": killed, "hang": hung}
 
 
-def inject(
-    cluster: LocalCluster, seen: Observer, pool: str, fault: str, draw: random.Random
-) -> dict[str, float]:
+def inject(cluster: LocalCluster, seen: Observer, pool: str, fault: str, draw: random.Random) -> dict[str, float]:
     """Do a fault to a member of a pool and wait for its replacement. Seconds from the fault to each phase."""
     config = cluster.config
     while not seen.views or not whole(seen.views[-1][1], pool, config):
@@ -209,9 +207,7 @@ def summary(rounds: Sequence[Mapping[str, float]], phases: Sequence[str]) -> dic
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, and append one JSON line for each pool."""
-    options = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--model", default="demo", help="checkpoint folder, hub id, or demo")
     options.add_argument("--kills", type=int, default=20, help="of each pool")
     options.add_argument("--fault", choices=sorted(FAULTS), default="kill", help="done to each victim")

@@ -54,9 +54,7 @@ def command_of(benchmark: str, words: Sequence[str]) -> str:
     return " ".join(["python", "-m", f"benchmarks.{benchmark}", *named])
 
 
-def record(
-    benchmark: str, result: Mapping[str, Any], packages: Sequence[str] = (), folder: Path = RESULTS
-) -> None:
+def record(benchmark: str, result: Mapping[str, Any], packages: Sequence[str] = (), folder: Path = RESULTS) -> None:
     """Print one result and append it to `folder`/`benchmark`.jsonl."""
     commit = subprocess.run(
         ["git", "describe", "--always", "--dirty"],

@@ -320,12 +320,7 @@ def measure(asked: argparse.Namespace, router: int, said: Path, crowds: Crowds, 
             spoke = {name: at for seen in after for name, at in seen["spoke_s"].items()}
             due_s = {name: at + silences[name] for name, at in spoke.items()}
             silent += [silences[name] for name in spoke]
-            late = [
-                t - due_s.get(name, at_s)
-                for seen in after
-                for name, times in seen["gone"].items()
-                for t in times
-            ]
+            late = [t - due_s.get(name, at_s) for seen in after for name, times in seen["gone"].items() for t in times]
             watchers = sum(seen["watchers"] for seen in after)
             if len(late) < 0.9 * watchers * len(lost):
                 raise RuntimeError(f"{len(late)} times seen by {watchers} watchers that {len(lost)} had gone")
@@ -394,9 +389,7 @@ def main() -> None:
         environment = {**os.environ, "GRPC_EXPERIMENTS": "-event_engine_listener"}
         said = Path(folder) / "log"
         with said.open("w") as log:
-            process = subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment
-            )
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment)
         crowds = None
         try:
             address = process.stdout.readline().strip() if process.stdout else ""

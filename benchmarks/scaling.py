@@ -45,8 +45,7 @@ def points(options: Any) -> list[Point]:
     """All points, in the order of the sweeps."""
     context = min(numbers(options.context))
     found = [
-        Point(sweep="batch", servers=options.experts, batch=batch, context=context)
-        for batch in numbers(options.batch)
+        Point(sweep="batch", servers=options.experts, batch=batch, context=context) for batch in numbers(options.batch)
     ]
     found += [
         Point(sweep="context", servers=options.experts, batch=batch, context=length)

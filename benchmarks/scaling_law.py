@@ -75,8 +75,7 @@ def measured_costs(model: Path, cores: Sequence[int], options: Any) -> tuple[Cos
 
     with EngineProcess("inproc", model, cores[:1], **room, count_experts=True) as counting:
         distinct = {
-            batch: counting.experts_used(prompts(batch, 1), options.tokens)["distinct_per_step"]
-            for batch in batches
+            batch: counting.experts_used(prompts(batch, 1), options.tokens)["distinct_per_step"] for batch in batches
         }
     with (
         checkpoint(options.shape, options.checkpoints, moe_intermediate_size=1) as empty,
@@ -101,17 +100,14 @@ def measured_costs(model: Path, cores: Sequence[int], options: Any) -> tuple[Cos
             for name, batch in wanted
         }
         pids = pool.pids() | {name: engine.pid for name, engine in engines.items()}
-        found = {
-            key: statistics.median(steps) for key, steps in interleave(measures, options.rounds, pids).items()
-        }
+        found = {key: statistics.median(steps) for key, steps in interleave(measures, options.rounds, pids).items()}
     # Whole less empty: each distinct expert's weights once, and each row, over all layers.
     work = np.array([(distinct[batch], batch * shape.top_k * shape.layers) for batch in batches], float)
     excess = np.array([max(0.0, found[f"whole {batch}"] - found[f"empty {batch}"]) for batch in batches])
     (expert_s, row_s), *_ = np.linalg.lstsq(work / excess[:, None], np.ones(len(batches)), rcond=None)
     costs = Costs(
         worker_s=found[f"empty {options.batch}"] / shape.layers,
-        handover_s=max(0.0, found[f"handed {options.batch}"] - found[f"empty {options.batch}"])
-        / shape.layers,
+        handover_s=max(0.0, found[f"handed {options.batch}"] - found[f"empty {options.batch}"]) / shape.layers,
         pass_s=0.0,
         expert_s=max(0.0, float(expert_s)),
         row_s=max(0.0, float(row_s)),
@@ -123,17 +119,13 @@ def measured_costs(model: Path, cores: Sequence[int], options: Any) -> tuple[Cos
     return costs, found[f"whole {options.batch}"]
 
 
-def measured_fleet(
-    model: Path, cores: Sequence[int], workers: int, servers: int, options: Any
-) -> dict[str, Any]:
+def measured_fleet(model: Path, cores: Sequence[int], workers: int, servers: int, options: Any) -> dict[str, Any]:
     """One fleet through HTTP, in turns with as many whole engines as it has workers; records and returns it."""
     vocab = SHAPES[options.shape].vocab
     streams = workers * options.batch
     with contextlib.ExitStack() as closing:
         running = closing.enter_context(
-            cluster(
-                model, cores, servers=servers, workers=workers, endpoint=True, kv_tokens=KV_TOKENS // workers
-            )
+            cluster(model, cores, servers=servers, workers=workers, endpoint=True, kv_tokens=KV_TOKENS // workers)
         )
         endpoint = HttpEndpoint.of(running)
         engines = [
@@ -251,8 +243,7 @@ def write(rows: list[dict[str, Any]], law: list[dict[str, Any]], costs: Costs, o
     for servers in SIMULATED:
         here = [row for row in law if row["servers"] == servers]
         cells = [
-            f"{row['tokens_per_s']:.0f} ({row['tokens_per_s'] / row['monolithic_tokens_per_s']:.2f})"
-            for row in here
+            f"{row['tokens_per_s']:.0f} ({row['tokens_per_s'] / row['monolithic_tokens_per_s']:.2f})" for row in here
         ]
         lines.append(f"| {servers} | " + " | ".join(cells) + " |")
     (options.results / f"scaling_law-{options.shape}.md").write_text("\n".join(lines) + "\n")

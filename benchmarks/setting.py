@@ -147,9 +147,7 @@ def start_peers(
     return engines
 
 
-def interleave(
-    measures: Mapping[str, Callable[[int], T]], rounds: int, pids: Mapping[str, int]
-) -> dict[str, list[T]]:
+def interleave(measures: Mapping[str, Callable[[int], T]], rounds: int, pids: Mapping[str, int]) -> dict[str, list[T]]:
     """Measure each once a round, after all processes have come to rest; each round begins with the next one.
 
     Args:

@@ -60,9 +60,9 @@ def plan(seed: int, minutes: float) -> list[Step]:
         at_s += draw.expovariate(1.0 / draw.choice(PAUSES_S)) + 0.1
         if at_s > 60.0 * minutes:
             return steps
-        kind = draw.choices(
-            ("kill", "freeze", "slow", "delay", "loss", "partition", "corrupt"), (5, 5, 2, 1, 1, 1, 2)
-        )[0]
+        kind = draw.choices(("kill", "freeze", "slow", "delay", "loss", "partition", "corrupt"), (5, 5, 2, 1, 1, 1, 2))[
+            0
+        ]
         pool = draw.choices((EXPERT, ATTENTION, ROUTER, GATEWAY), (8, 4, 1, 1))[0]
         if pool == GATEWAY:
             kind = "freeze"
@@ -121,13 +121,7 @@ def as_toml(seed: int, steps: Sequence[Step]) -> str:
             if field not in said or (field == "for_s" and step.fault.kind == "kill"):
                 continue
             value = said[field]
-            text = (
-                f'"{value:g}s"'
-                if field in ("for_s", "by_s")
-                else f'"{value}"'
-                if field == "where"
-                else f"{value:g}"
-            )
+            text = f'"{value:g}s"' if field in ("for_s", "by_s") else f'"{value}"' if field == "where" else f"{value:g}"
             lines.append(f"{word} = {text}")
     return "\n".join(lines) + "\n"
 
@@ -261,9 +255,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"seed {chosen.seed}: {len(steps)} faults in {chosen.minutes:g} minutes, plan {path}", flush=True)
     with fault_experiment(chosen, allow_chaos=True) as experiment:
         result = soak(experiment, steps, chosen.minutes)
-    record(
-        "soak", {**setting(chosen), "minutes": chosen.minutes, **result}, ("numpy", "grpcio"), chosen.results
-    )
+    record("soak", {**setting(chosen), "minutes": chosen.minutes, **result}, ("numpy", "grpcio"), chosen.results)
     if result["amiss"]:
         print(
             f"seed {chosen.seed} failed: {'; '.join(result['amiss'])}\nplan: {path}\nagain: python -m benchmarks.soak "

@@ -265,12 +265,8 @@ def measure(bench: Bench, kind: str, task: Task, batch: int, rounds: int) -> dic
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, append the JSON lines, and say whether every answer was the same."""
-    options = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    options.add_argument(
-        "--requests", type=int, default=1000, help="answers to compare; 0: measure speed alone"
-    )
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--requests", type=int, default=1000, help="answers to compare; 0: measure speed alone")
     options.add_argument("--seed", type=int, default=time.time_ns() // 1_000_000, help="of the first round")
     options.add_argument("--batch", default="1,8", help="batch sizes, comma-separated; empty: no speed")
     options.add_argument("--rounds", type=int, default=9, help="rounds by turns, after one that warms up")
@@ -286,9 +282,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             bench = Bench(driven.decoder, model)
             for grammars in bench.grammars:
                 closing.callback(grammars.close)
-            steps = bench.rows(
-                Task("verse", tokenizer, verse, chosen.seed), (1, 2, 3, 5, 9, 16), chosen.rounds
-            )
+            steps = bench.rows(Task("verse", tokenizer, verse, chosen.seed), (1, 2, 3, 5, 9, 16), chosen.rounds)
             record(NAME, {"what": "rows", "model": "demo", "step_us": steps}, ("llguidance",), chosen.results)
             for batch in numbers(chosen.batch):
                 for kind in ("json", "choice", "verse", "greedy verse"):

@@ -145,18 +145,14 @@ def check_answer(url: str, schema: Schema, prompt: str, seed: int) -> tuple[str,
     return "valid", tokens, text
 
 
-def measure_outputs(
-    requests: int, at_once: int, seed: int, cores: Sequence[int]
-) -> tuple[dict[str, Any], bool]:
+def measure_outputs(requests: int, at_once: int, seed: int, cores: Sequence[int]) -> tuple[dict[str, Any], bool]:
     """Ask for every answer; what to record, and whether all were valid."""
     draw = random.Random(seed)
     asked = [
         (random_schema(draw), " ".join(draw.choices(WORDS, k=draw.randint(2, 12))), draw.randrange(1 << 30))
         for _ in range(requests)
     ]
-    config = ClusterConfig(
-        model=resolve_model("demo"), served_model_name=NAME, experts=2, port=0, cores=tuple(cores)
-    )
+    config = ClusterConfig(model=resolve_model("demo"), served_model_name=NAME, experts=2, port=0, cores=tuple(cores))
     with LocalCluster(config) as cluster, ThreadPoolExecutor(at_once) as pool:
         began_s = time.monotonic()
         answers = list(pool.map(lambda given: check_answer(cluster.url, *given), asked))
@@ -288,9 +284,7 @@ class Masked:
         return steps
 
 
-def measure_masks(
-    batches: Sequence[int], tokens: int, rounds: int, cores: Sequence[int]
-) -> list[dict[str, Any]]:
+def measure_masks(batches: Sequence[int], tokens: int, rounds: int, cores: Sequence[int]) -> list[dict[str, Any]]:
     """Interleaved rounds; what to record of each batch size."""
     model, grammar, found = resolve_model("demo"), long_grammar(), []
     driven = inproc(model, cores, KV_TOKENS)
@@ -336,12 +330,8 @@ def _masks_of(masked: Masked, grammar: Grammar, batch: int, tokens: int, rounds:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, append the JSON lines, and say whether every answer was valid."""
-    options = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    options.add_argument(
-        "--requests", type=int, default=1000, help="answers to check; 0: measure masks alone"
-    )
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--requests", type=int, default=1000, help="answers to check; 0: measure masks alone")
     options.add_argument("--at-once", type=int, default=16, help="requests under way")
     options.add_argument("--seed", type=int, default=1, help="of schemas, prompts and sampling")
     options.add_argument("--batch", default="1,8,32", help="batch sizes, comma-separated; empty: no masks")
@@ -350,9 +340,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options.add_argument("--results", type=Path, default=RESULTS, help="folder that gets the JSON lines")
     chosen = options.parse_args(argv)
     packages, cores, valid = ("llguidance", "jsonschema"), available_cores(0), True
-    for found in (
-        measure_masks(numbers(chosen.batch), chosen.tokens, chosen.rounds, cores) if chosen.batch else ()
-    ):
+    for found in measure_masks(numbers(chosen.batch), chosen.tokens, chosen.rounds, cores) if chosen.batch else ():
         record(NAME, found, packages, chosen.results)
     if chosen.requests:
         found, valid = measure_outputs(chosen.requests, chosen.at_once, chosen.seed, cores)

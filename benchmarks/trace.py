@@ -53,9 +53,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Trace, print one table for each setting, and append one JSON line each."""
     options = parser(__doc__)
     options.add_argument("--batch", default="1,8", help="batch sizes, comma-separated")
-    options.add_argument(
-        "--servers", default="0,2", help="expert servers, comma-separated; 0: in this process"
-    )
+    options.add_argument("--servers", default="0,2", help="expert servers, comma-separated; 0: in this process")
     options.add_argument(
         "--prefill",
         type=int,
@@ -91,9 +89,7 @@ def report(
     """One table and one JSON line."""
     names = dict.fromkeys(name for lane in lanes for name in lane)
     about = f", prompts of {chosen.prefill}" if chosen.prefill else ""
-    print(
-        f"{chosen.shape}, batch {batch}, {servers} servers{about}: {statistics.median(steps_us):.0f} us a step"
-    )
+    print(f"{chosen.shape}, batch {batch}, {servers} servers{about}: {statistics.median(steps_us):.0f} us a step")
     for name in sorted(names, key=lambda name: -max(lane.get(name, 0.0) for lane in lanes)):
         print(f"  {name:14}" + "".join(f"{lane.get(name, 0.0):10.0f}" for lane in lanes))
     result = {

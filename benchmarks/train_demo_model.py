@@ -90,9 +90,7 @@ class Muon(torch.optim.Optimizer):
                 state["momentum"].lerp_(parameter.grad, 1 - group["momentum"])
                 update = orthogonalize(parameter.grad.lerp(state["momentum"], group["momentum"]))
                 scale = 0.2 * math.sqrt(max(parameter.shape[-2:]))  # the size an AdamW update would have
-                parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(
-                    update, alpha=-group["lr"] * scale
-                )
+                parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"] * scale)
 
 
 @torch.no_grad()
@@ -206,9 +204,7 @@ def bf16_bytes(tensor: Tensor) -> bytes:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line entry."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, required=True, help="text file to train on")
     parser.add_argument("--out", type=Path, required=True, help="model folder to write")
     parser.add_argument("--seed", type=int, default=Recipe.seed)

@@ -206,9 +206,7 @@ def vllm(
 
 
 @contextlib.contextmanager
-def stock(
-    version: str, model: Path, cores: Sequence[int], dtype: str = DTYPE
-) -> Iterator[tuple[Side, dict[str, str]]]:
+def stock(version: str, model: Path, cores: Sequence[int], dtype: str = DTYPE) -> Iterator[tuple[Side, dict[str, str]]]:
     """Stock vLLM as a peer, ready, at its best: a thread for each core, Intel's OpenMP where there is one.
 
     Returns:
@@ -267,9 +265,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     command = parser(__doc__)
     command.add_argument("--batch", default="1,8,32", help="batch sizes, comma-separated")
     command.add_argument("--tokens", type=int, default=64, help="new tokens of each prompt")
-    command.add_argument(
-        "--vllm", default=VERSION, help="version; .vllm, or EAAS_VLLM, has a folder of that name"
-    )
+    command.add_argument("--vllm", default=VERSION, help="version; .vllm, or EAAS_VLLM, has a folder of that name")
     command.add_argument("--experts", type=int, default=2, help="expert servers")
     command.add_argument("--bind", help="both servers' VLLM_CPU_OMP_THREADS_BIND; without it, all cores")
     command.add_argument("--preload", default="", help="both servers' LD_PRELOAD")

@@ -122,9 +122,7 @@ def beside(world: World, source: str, decode: Callable[[], float]) -> tuple[floa
 
 
 @contextlib.contextmanager
-def world_of(
-    model: Path, transport: str, cores: Sequence[int], folder: Path
-) -> Iterator[tuple[World, LocalCluster]]:
+def world_of(model: Path, transport: str, cores: Sequence[int], folder: Path) -> Iterator[tuple[World, LocalCluster]]:
     """A cluster that serves, and a receiver beside it."""
     config = ClusterConfig(
         model=model, served_model_name=setting.NAME, experts=SERVERS, replicas=SERVERS, port=0, cores=tuple(cores),
@@ -176,10 +174,7 @@ def measure(
             rate, tokens_per_s = beside(world, source, decode)
             note(source, "bytes_per_s_beside_streams", rate, number)
             note(source, "tokens_per_s", tokens_per_s, number)
-    return {
-        source: {figure: spread(values) for figure, values in found.items()}
-        for source, found in figures.items()
-    }
+    return {source: {figure: spread(values) for figure, values in found.items()} for source, found in figures.items()}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -1,6 +1,5 @@
 """p2p, router and experts lie beside this package, and are found there: a folder of one of these names in the working
-directory, or earlier on the path, is somebody else's. To be imported first, by whatever a process starts with.
-"""
+directory, or earlier on the path, is somebody else's. To be imported first, by whatever a process starts with."""
 
 import sys
 from importlib.machinery import ModuleSpec, PathFinder

@@ -166,9 +166,7 @@ class _Course:
         # Its body is passed on as it was before it was packed.
         headers = [pair for pair in response.headers.raw if pair[0].lower() != b"content-encoding"]
         stream = body(response, self)
-        return self._base.library.Response(
-            200, headers=headers, stream=stream, extensions=response.extensions
-        )
+        return self._base.library.Response(200, headers=headers, stream=stream, extensions=response.extensions)
 
 
 def _whole(events: bytes, end: int) -> int:

@@ -21,7 +21,6 @@ DECODER_E_SEQUENCE = -104
 DECODER_E_BLOCK = -105
 DECODER_E_LOGITS_ROW = -106
 DECODER_E_SHAPE = -107
-DECODER_E_WEIGHT = -109
 DECODER_NOT_FINITE = -1
 DECODER_LEFT = -2
 DECODER_FREE = 0xFFFF
@@ -40,11 +39,7 @@ SAMPLE_ROW = np.dtype(Declarations("eaas", "sampler", "SampleRow").structures["S
 
 @cache
 def load() -> ctypes.CDLL:
-    """Load _eaas.so once and declare its functions.
-
-    Raises:
-        NativeMissing: it has not been built, or does not load.
-    """
+    """Load _eaas.so once and declare its functions. Raises NativeMissing: it has not been built, or does not load."""
     experts_native.load()
     return open_library(LIBRARY, "eaas", _DECLARED.functions())
 

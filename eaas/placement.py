@@ -15,8 +15,9 @@ import time
 from collections.abc import Callable
 
 from experts.client import ExpertClient
+from experts.config import MOST_WEIGHT
 from router.client import RouterClient, RouterUnavailable
-from router.view import ATTENTION, EXPERT, SERVING, View, can_talk, class_for, covering, narrowed
+from router.view import ATTENTION, EXPERT, SERVING, View, can_talk, class_for, covering, narrowed, of_model
 
 log = logging.getLogger("eaas.attention")
 
@@ -34,9 +35,10 @@ class Stopped(Exception):
 
 
 class Placement:
-    """Follows the router's Views: routes go to the expert client, epochs in use are told to the router.
+    """Follows the router's Views of the client's model: routes go to the expert client, epochs in use to the router.
 
     Attributes:
+        asleep: Whether no server holds the model, until a request for it comes.
         elsewhere: Why requests that come now are better off with workers of another class; empty while they are not.
     """
 
@@ -54,9 +56,10 @@ class Placement:
         obsolete_s: How long its class of servers must have been gone before it is given up.
         on_obsolete: Called when it is.
         """
-        self.elsewhere = ""
+        self.asleep, self.elsewhere = False, ""
         self._router, self._client = router, client
         self._own, self._asked = own, ""
+        self._weight = client.weight
         self._obsolete_s, self._on_obsolete = obsolete_s, on_obsolete
         self._gone_since_s: float | None = None
         self._acked = 0
@@ -69,6 +72,10 @@ class Placement:
 
     def apply(self, view: View) -> None:
         """Use a newer View; on the router client's thread."""
+        view = of_model(view, self._client.model_hash)
+        beside = view.models[0].weight if view.models else 1
+        self.asleep = bool(view.models) and view.models[0].asleep
+        self._client.weight = min(self._weight * beside, MOST_WEIGHT)
         if not self._asked:
             self._asked = class_for(view, self._own) or ""
             if self._asked:
@@ -83,6 +90,11 @@ class Placement:
         if epoch != self._acked:
             self._acked = epoch
             self._router.ack(epoch)
+
+    def rouse(self) -> None:
+        """Have the router hear at once that there is work for a model that sleeps."""
+        if self.asleep:
+            self._router.renew_now()
 
     def tell_routed(self) -> bool:
         """Tell the router of the rows sent to each expert, if it was not in the last second; whether it was told."""
@@ -104,16 +116,12 @@ class Placement:
             self._on_obsolete()
 
     def wait(self, timeout_s: float, asked: threading.Event) -> None:
-        """Return once every expert has a replica that this process can reach, or the router wants no expert server:
-        then requests wait for the pool to grow, each up to its own deadline.
-
-        Raises:
-            StartFailed: not within the time.
-            Stopped: asked to end.
-        """
+        """Return once every expert has a replica that this process can reach, or the model sleeps, or the router wants
+        no expert server: then requests wait for the pool to wake or to grow, each up to its own deadline. Raises
+        StartFailed: not within the time; Stopped: asked to end."""
         end_s = time.monotonic() + timeout_s
         ask_s = 0.0
-        while not self._client.covers:
+        while not self._client.covers and not self.asleep:
             if asked.wait(COVER_POLL_S):
                 raise Stopped
             now_s = time.monotonic()
@@ -156,12 +164,10 @@ class Placement:
             return False
 
     def _problem(self) -> str:
-        view = self._router.view
-        if view is None:
+        if self._router.view is None:
             return "the router has shown no placement. See that it runs."
-        known = [
-            f"{m.name} ({m.state}, {m.serving_count} experts, {m.numerics_class})" for m in view.pool(EXPERT)
-        ]
+        view = of_model(self._router.view, self._client.model_hash)
+        known = [f"{m.name} ({m.state}, {m.serving_count} experts, {m.numerics_class})" for m in view.pool(EXPERT)]
         asked = self._asked or f"those of {self._own} or its like"
         return (
             f"some of {view.layers} x {view.experts} experts are on no server that can be reached. Expert "

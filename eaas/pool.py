@@ -39,19 +39,11 @@ from p2p.endpoint import P2PError
 from p2p.transport import TransportChoice
 from router.client import JoinRefused, RouterClient, RouterUnavailable
 from router.tls import Credentials, CredentialsInvalid
-from router.view import CLIENT, EXPERT, Identity, Member, View, carrier_of, covering
+from router.view import CLIENT, EXPERT, Identity, Member, View, carrier_of, covering, of_model
 
 __all__ = [
-    "ConnectFailed",
-    "Dtype",
-    "ExpertShape",
-    "ExpertsLost",
-    "HostArrays",
-    "Pool",
-    "ShapeMismatch",
-    "Threads",
-    "connect",
-]
+    "ConnectFailed", "Dtype", "ExpertShape", "ExpertsLost", "HostArrays", "Pool", "ShapeMismatch", "Threads", "connect",
+]  # fmt: skip
 
 log = logging.getLogger(__name__)
 
@@ -103,6 +95,7 @@ def connect(
     router: str,
     *,
     tls: str | Path | None = None,
+    model: str = "",
     shape: ExpertShape | None = None,
     fingerprint: str = "",
     transport: str = "shm",
@@ -118,6 +111,7 @@ def connect(
         router: host:port of the pool's router; of several, all with commas between; or the URL of a gateway, whose
             cluster's expert servers are used.
         tls: Folder with ca.pem, cert.pem and key.pem of the role `client`, where the cluster has TLS.
+        model: Its name among those that the pool serves; empty: the one of the shape and the fingerprint.
         shape: Of the experts that the caller's model needs; None: as the pool says.
         fingerprint: Of the caller's checkpoint; empty: not compared with the pool's.
         transport: As the pool's: shm or nixl.
@@ -128,15 +122,16 @@ def connect(
         weight: Of its rows, 1 to 1,000, where those who share expert servers want more than these can compute.
 
     Raises:
-        ConnectFailed: no such pool, it serves another model, or the certificate cannot be used.
+        ConnectFailed: no such pool, it serves other models, or the certificate cannot be used.
     """
     try:
         credentials = Credentials(Path(tls), CLIENT) if tls is not None else None
         address = router_address(router) if "://" in router else router
         return Pool(
             address,
-            shape or _served(address, credentials, start_s),
+            shape or _served(address, credentials, start_s, model, fingerprint),
             credentials,
+            model=model,
             fingerprint=fingerprint,
             transport=transport,
             deadline_s=deadline_s,
@@ -162,6 +157,7 @@ class Pool:
         credentials: What this process proves itself with; None: nothing.
         threads: That make calls.
         weight: Of its rows beside those of others.
+        model: Its name there, where it was asked for by that.
         fingerprint: Of the checkpoint that it serves; a pool that serves another is not joined again.
     """
 
@@ -173,6 +169,7 @@ class Pool:
         shape: ExpertShape,
         credentials: Credentials | None,
         *,
+        model: str,
         fingerprint: str,
         transport: str,
         deadline_s: float,
@@ -183,13 +180,11 @@ class Pool:
     ) -> None:
         """As `connect`. Raises ConnectFailed."""
         if calls < 1 or not 1 <= weight <= MOST_WEIGHT:
-            raise ValueError(
-                f"calls is {calls} and weight {weight}; 1 or more, and 1 to {MOST_WEIGHT}, are needed."
-            )
+            raise ValueError(f"calls is {calls} and weight {weight}; 1 or more, and 1 to {MOST_WEIGHT}, are needed.")
         self.shape, self.deadline_s = shape, deadline_s
         self.router, self.transport, self.credentials = router, transport, credentials
         self.threads, self.weight = threads or Threads(), weight
-        self.fingerprint, self._pid = fingerprint, os.getpid()
+        self.model, self.fingerprint, self._pid = model, fingerprint, os.getpid()
         self._calling: set[int] = set()
         self._freed, self._closed = threading.Condition(), False
         self._sessions = calls
@@ -245,9 +240,7 @@ class Pool:
             out = rows.new_empty(rows.shape) if hasattr(rows, "new_empty") else np.empty_like(rows)
         result, out_type, out_at = _readable("out", out, _ROWS, n, width)
         if result is not out or not getattr(getattr(out, "flags", None), "writeable", True):
-            raise TypeError(
-                "out is read-only or not contiguous; a contiguous array that can be written is needed."
-            )
+            raise TypeError("out is read-only or not contiguous; a contiguous array that can be written is needed.")
         arrays = HostArrays(
             *(layer, rows_at, Dtype(rows_type), n, ids_at, id_bytes, weights_at, out_at, Dtype(out_type))
         )
@@ -256,11 +249,8 @@ class Pool:
         return out
 
     def apply_pointers(self, arrays: HostArrays, deadline_s: float | None = None) -> None:
-        """`apply` of contiguous arrays by their addresses, which are taken on trust.
-
-        Raises:
-            ExpertsLost, ConnectFailed, ShapeMismatch: as `apply`.
-        """
+        """`apply` of contiguous arrays by their addresses, which are taken on trust. Raises ExpertsLost, ConnectFailed,
+        ShapeMismatch: as `apply`."""
         if not 0 <= arrays.layer < self.shape.layers:
             raise ShapeMismatch(
                 f"layer {arrays.layer} is asked for; the pool has MoE layers 0 to {self.shape.layers - 1}, counted"
@@ -292,11 +282,8 @@ class Pool:
         self.close()
 
     def check(self, view: View, start_s: float) -> str:
-        """Compare the pool with what this model needs; the numerics class that it computes in.
-
-        Raises:
-            ConnectFailed: they differ.
-        """
+        """Compare the pool with what this model needs; the numerics class that it computes in. Raises ConnectFailed:
+        they differ."""
         shape, servers = self.shape, _servers(view)
         if not servers:
             raise ConnectFailed(_none_there(self.router, start_s))
@@ -338,6 +325,8 @@ class Pool:
         try:
             session = self._live(session, deadline_s)
             session.busy = True
+            # What serves nobody now is to be read again: not by the next renewal, but from now on.
+            session.placement.rouse()
             yield session
         finally:
             session.busy = False
@@ -370,9 +359,7 @@ class Pool:
         )
 
 
-def _readable(
-    name: str, array: Any, kinds: Mapping[str, int], n: int | None, width: int
-) -> tuple[Any, int, int]:
+def _readable(name: str, array: Any, kinds: Mapping[str, int], n: int | None, width: int) -> tuple[Any, int, int]:
     """An array, or a copy that is contiguous; the number of its type; its address. Raises TypeError, ShapeMismatch."""
     kind = str(getattr(array, "dtype", type(array).__name__)).removeprefix("torch.")
     place = str(getattr(array, "device", _CPU))
@@ -384,9 +371,7 @@ def _readable(
         )
     if array.ndim != 2 or array.shape[1] != width or n not in (None, array.shape[0]):
         needed = "n" if n is None else n
-        raise ShapeMismatch(
-            f"{name} is {tuple(array.shape)}; ({needed}, {width}) is needed by the pool's model."
-        )
+        raise ShapeMismatch(f"{name} is {tuple(array.shape)}; ({needed}, {width}) is needed by the pool's model.")
     if tensor:
         array = array.contiguous()
         return array, kinds[kind], array.data_ptr()
@@ -414,7 +399,7 @@ class _Session:
         identity, view, found = _join(router, pool, start_s)
         dtype = pool.dtype = Dtype.of_class(found)
         pool.fingerprint = pool.fingerprint or view.model_hash
-        closing.callback(self._leave)
+        closing.callback(router.leave, timeout_s=LEAVE_S)
         endpoint = TransportChoice.parse(pool.transport).opener()(
             identity.name, identity.incarnation, len(pool.threads.cores)
         )
@@ -435,7 +420,7 @@ class _Session:
         closing.callback(self.client.close)
         pool.threads.make_calls_of(self.client)
         # Where its servers' class is gone for good, and another is there, the next call joins that.
-        placement = self._placement = Placement(router, self.client, found, on_obsolete=self.fenced.set)
+        placement = self.placement = Placement(router, self.client, found, on_obsolete=self.fenced.set)
         router.start(on_view=placement.apply, load=self._load, on_fenced=lambda reason: self.fenced.set())
         placement.wait(start_s, self._ended)
         log.info("pool_joined router=%s name=%s class=%s", pool.router, identity.name, found)
@@ -445,18 +430,11 @@ class _Session:
         self._ended.set()
         self._closing.close()
 
-    def _leave(self) -> None:
-        try:
-            self.router.leave(timeout_s=LEAVE_S)
-        except RouterUnavailable as error:
-            log.info("leave_failed reason=%s", error)
-
     def _load(self) -> dict[str, float]:
         """What goes with each renewal: whether a call runs, the pace of servers, and about once a second what was sent
-        to which expert.
-        """
-        self._placement.tell_routed()
-        self._placement.judge()
+        to which expert."""
+        self.placement.tell_routed()
+        self.placement.judge()
         return {"running": float(self.busy), **self.client.load()}
 
 
@@ -468,6 +446,7 @@ def _join(router: RouterClient, pool: Pool, start_s: float) -> tuple[Identity, V
     end_s = time.monotonic() + start_s
     while True:
         view = _first_view(router, max(0.1, end_s - time.monotonic()))
+        view = _of_model(view, pool.router, pool.model, pool.fingerprint, pool.shape)
         found = pool.check(view, start_s)
         try:
             identity = router.join(
@@ -502,6 +481,25 @@ def _first_view(router: RouterClient, start_s: float) -> View:
         time.sleep(0.1)
 
 
+def _of_model(view: View, router: str, name: str, fingerprint: str, shape: ExpertShape | None) -> View:
+    """The View of the model that is meant; of one alone `Pool.check` says what differs. Raises ConnectFailed."""
+    if len(view.models) < 2 and not name:
+        return of_model(view, view.models[0].hash if view.models else "")
+    sizes = (shape.layers, shape.experts) if shape is not None else None
+    fitting = [
+        it
+        for it in view.models
+        if name in ("", it.name) and fingerprint in ("", it.hash) and sizes in (None, (it.layers, it.experts))
+    ]
+    if len(fitting) == 1:
+        return of_model(view, fitting[0].hash)
+    served = ", ".join(f"{it.name or 'one without a name'} (checkpoint {it.hash[:16]})" for it in view.models)
+    raise ConnectFailed(
+        f"The pool at {router} serves {served}; {len(fitting)} of these fit what is asked for{name and f', {name}'}."
+        " Give the name, or the checkpoint's folder, of one of them."
+    )
+
+
 def _servers(view: View) -> list[Member]:
     return [member for member in view.pool(EXPERT) if member.numerics_class]
 
@@ -510,8 +508,8 @@ def _none_there(router: str, start_s: float) -> str:
     return f"The router at {router} knows no expert server after {start_s:g} s. Start some: eaas pool MODEL."
 
 
-def _served(address: str, credentials: Credentials | None, start_s: float) -> ExpertShape:
-    """Of the experts that the pool serves, as its servers tell it.
+def _served(address: str, credentials: Credentials | None, start_s: float, name: str, fingerprint: str) -> ExpertShape:
+    """Of the experts that the pool serves, of the model that is meant, as its servers tell it.
 
     Raises ConfigInvalid, ConnectFailed, RouterUnavailable.
     """
@@ -519,9 +517,11 @@ def _served(address: str, credentials: Credentials | None, start_s: float) -> Ex
     said = _none_there(address, start_s)
     with contextlib.closing(RouterClient(address, credentials)) as router:
         while True:
-            for member in _servers(_first_view(router, max(0.1, end_s - time.monotonic()))):
+            view = _first_view(router, max(0.1, end_s - time.monotonic()))
+            view = _of_model(view, address, name, fingerprint, None)
+            for member in _servers(view):
                 try:
-                    return ExpertShape.from_config(config_of(member, credentials))
+                    return ExpertShape.from_config(config_of(member, credentials, view.model_hash))
                 except AttachFailed as error:
                     said = f"No expert server of the pool at {address} says what it serves: {error}"
             if time.monotonic() > end_s:

@@ -43,42 +43,19 @@ _ROOT = Path(__file__).resolve().parent.parent
 PAGE = _ROOT / "docs" / "options.md"
 SCHEMA = _ROOT / "deploy" / "helm" / "eaas" / "values.schema.json"
 # Roles that the chart runs, and options that its templates give, so that its values cannot.
-_FIXED = {
-    *(
-        "router",
-        "model",
-        "host",
-        "port",
-        "advertise",
-        "tls_dir",
-        "log_format",
-        "config",
-        "ready_fd",
-        "die_with",
-    ),
-}
+_FIXED = {"router", "model", "host", "port", "advertise", "tls_dir", "log_format", "config", "ready_fd", "die_with"}
 _CHART = {
     "router": {
-        *(
-            "admin_host",
-            "admin_port",
-            "admin_key_file",
-            "store",
-            "journal",
-            "etcd",
-            "etcd_tls_dir",
-            "cluster",
-        ),
-        "number",
-        *("experts", "attention", "replicas", "redundant_experts", "autoscale"),
+        "admin_host", "admin_port", "admin_key_file", "store", "journal", "etcd", "etcd_tls_dir", "cluster", "number",
+        "first_model", "experts", "attention", "replicas", "redundant_experts", "autoscale",
     },
     "expert": {"zone", "dtype", "device", "transport", "trust_network"},
     "attention": {"dtype", "device", "transport", "trust_network"},
     "gateway": {
-        *("tls_cert", "tls_key", "keys_file", "drain_s", "drain_on_term", "served_model_name", "listen_fd"),
+        "tls_cert", "tls_key", "keys_file", "drain_s", "drain_on_term", "served_model_name", "listen_fd",
         "resume_key_file",
     },
-}
+}  # fmt: skip
 # `helm --set` makes text of 12.5.
 _JSON_TYPES = {bool: "boolean", int: "integer", float: ["number", "string"], str: "string", Path: "string"}
 
@@ -111,7 +88,8 @@ def options_page() -> str:
             groups.setdefault(option.owner, {}).setdefault(role, {})[name] = option
     parts = [_INTRODUCTION]
     for owner, by_role in groups.items():
-        rows = [_row({role: options[name] for role, options in by_role.items()}) for name in _names(by_role)]
+        names = dict.fromkeys(name for options in by_role.values() for name in options)
+        rows = [_row({role: options[name] for role, options in by_role.items()}) for name in names]
         has = ", ".join(f"`eaas {role}`" for role in by_role)
         role = next((role for role, one in ROLES.items() if one.options is owner), "")
         title = f"Of `eaas {role}` alone" if role else f"{title_of(owner)}\n\nOf {has}."
@@ -120,17 +98,11 @@ def options_page() -> str:
     return "\n".join(parts)
 
 
-def _names(by_role: dict[str, dict[str, Option]]) -> list[str]:
-    return list(dict.fromkeys(name for options in by_role.values() for name in options))
-
-
 def _row(by_role: dict[str, Option]) -> str:
     defaults = {role: one.default_text for role, one in by_role.items()}
     first = next(iter(by_role.values()))
     texts = set(defaults.values())
-    default = (
-        texts.pop() if len(texts) == 1 else ", ".join(f"{text} ({role})" for role, text in defaults.items())
-    )
+    default = texts.pop() if len(texts) == 1 else ", ".join(f"{text} ({role})" for role, text in defaults.items())
     shown = "on or off" if first.kind is bool else first.shown.replace("|", "\\|")
     default = default or ("off" if first.kind is bool else "needed" if first.is_needed else "")
     return f"| `{first.flag}` | {shown} | {default} | {first.help.replace('|', chr(92) + '|')} |"

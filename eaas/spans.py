@@ -65,9 +65,7 @@ class Tracing:
     ) -> Span:
         """Begin a span. Args: parent: a valid traceparent, or nothing. began_ns: since 1970; now unless given."""
         above = _wire.extract({"traceparent": parent}) if parent else None
-        return self._tracer.start_span(
-            name, above, kind, attributes=attributes, links=links, start_time=began_ns
-        )
+        return self._tracer.start_span(name, above, kind, attributes=attributes, links=links, start_time=began_ns)
 
     def close(self) -> None:
         """Send what there is, for a moment: an orderly end is promised within a second."""
@@ -169,16 +167,10 @@ class WorkerSpans:
         if self._live:
             self._end_over()
 
-    def add_activations(
-        self, name: str, position: int, rows: int, events: Mapping[str, Mapping[str, float]]
-    ) -> None:
+    def add_activations(self, name: str, position: int, rows: int, events: Mapping[str, Mapping[str, float]]) -> None:
         """Tell what was recorded of rows of a traced choice; of one that is not traced, nothing. Any thread.
-
-        Args:
-            name: Of the choice, as its Submit has it in `inspected` behind the inspection's.
-            position: Of the first of `rows` rows.
-            events: Of each tap by name, attributes.
-        """
+        Args: name: of the choice, as its Submit has it in `inspected` behind the inspection's. position: of the first
+        of `rows` rows. events: of each tap by name, attributes."""
         parent = self._inspected.get(name)
         if parent is None:
             return
@@ -204,11 +196,7 @@ class WorkerSpans:
             SpanKind.INTERNAL,
             traceparent_of(first.span),
             began_ns,
-            {
-                "eaas.rows": rows,
-                "eaas.running": self._engine.scheduler.running,
-                "eaas.traced": len(self._live),
-            },
+            {"eaas.rows": rows, "eaas.running": self._engine.scheduler.running, "eaas.traced": len(self._live)},
             [Link(choice.span.get_span_context()) for choice in others[:MOST_LINKS]],
         )
         span.end()
@@ -234,11 +222,10 @@ class WorkerSpans:
 class TracedRequests:
     """An ASGI application whose POST requests each have a span, below that of the client where it names one."""
 
-    def __init__(self, app: ASGIApp, tracing: Tracing, model: str) -> None:
-        self._app, self._tracing, self._model = app, tracing, model
+    def __init__(self, app: ASGIApp, tracing: Tracing) -> None:
+        self._app, self._tracing = app, tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
         if scope["type"] != "http" or scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
@@ -246,13 +233,15 @@ class TracedRequests:
         given = valid_traceparent(headers.get(b"traceparent", b"").decode("latin-1"))
         path = scope["path"]
         name = f"POST {path}" if path.startswith("/v1/") else "POST"
-        known = {"http.request.method": "POST", "url.path": path, "gen_ai.request.model": self._model}
+        known = {"http.request.method": "POST", "url.path": path}
         span = self._tracing.start(name, SpanKind.SERVER, given, attributes=known)
 
         async def watch(message: Message) -> None:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 span.set_attribute("http.response.status_code", status)
+                if served := scope.get("state", {}).get("served"):
+                    span.set_attribute("gen_ai.request.model", served.model.name)
                 if status >= 500:
                     span.set_status(Status(StatusCode.ERROR))
                 for name, value in message.get("headers", ()):

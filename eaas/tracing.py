@@ -46,14 +46,9 @@ class TracingOptions(Options):
             )
 
 
-def open_tracing(
-    url: str, share: float = 1.0, *, service: str, instance: str, version: str
-) -> Tracing | None:
-    """What makes the spans of this process; None when no URL was given.
-
-    Raises:
-        TracingMissing: the extra is not installed.
-    """
+def open_tracing(url: str, share: float = 1.0, *, service: str, instance: str, version: str) -> Tracing | None:
+    """What makes the spans of this process; None when no URL was given. Raises TracingMissing: the extra is not
+    installed."""
     if not url:
         return None
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
-from typing import Final, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
 
 from experts.backend import ServerCounters, ServerStats
 from experts.model import Dtype, ExpertShape
@@ -12,18 +12,11 @@ from experts.pace import Observation
 from p2p.endpoint import Peer, Watched
 from router.events import Totals
 
+if TYPE_CHECKING:
+    from p2p.nixl_native import RailCounts
+
 # Names of servers that left, whose counters are still told: the series of others end.
 _REMEMBERED: Final = 64
-
-
-class RailCount(Protocol):
-    """What one rail has done."""
-
-    @property
-    def live(self) -> bool: ...
-
-    @property
-    def sent_bytes(self) -> int: ...
 
 
 @runtime_checkable
@@ -32,23 +25,17 @@ class Railed(Protocol):
 
     rails: tuple[str, ...]
 
-    def rail_counts(self, peer: Peer) -> Iterable[RailCount]:
+    def rail_counts(self, peer: Peer) -> Iterable[RailCounts]:
         """In the order of the peer's rails; empty once this side disconnected."""
         ...
 
 
-def server_totals(counters: ServerCounters, shape: ExpertShape, dtype: Dtype, damaged: int = 0) -> Totals:
+def server_totals(counters: ServerCounters, damaged: int = 0) -> Totals:
     """An expert server's counters. Args: damaged: experts found so since they were loaded."""
-    same = ("batches", "rows", "pairs", "experts", "not_held", "invalid")
+    same = ("batches", "rows", "pairs", "experts", "not_held", "invalid", "received_bytes", "sent_bytes")
     return Totals(
         counted={word: float(getattr(counters, word)) for word in same}
-        | {
-            "calls": float(counters.requests),
-            "damaged": float(damaged),
-            "busy_s": counters.busy_ns / 1e9,
-            "received_bytes": float(counters.rows * shape.hidden * dtype.nbytes),
-            "sent_bytes": float(counters.pairs * shape.hidden * 4),
-        }
+        | {"calls": float(counters.requests), "damaged": float(damaged), "busy_s": counters.busy_ns / 1e9}
     )
 
 

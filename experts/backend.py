@@ -67,6 +67,7 @@ class ClientLink:
     weight: int = 1  # of its rows where more wait than a batch holds; only CPUs heed it
     slots: int
     slot_bytes: int
+    model: int = 0  # of the server's, the one that it asks for: as `ServerBackend.add_model` numbers them
 
 
 class ServerState(IntEnum):
@@ -96,9 +97,7 @@ class ServerStats:
     latency_sum_ns: int = 0
     service_sum_ns: int = 0
     extra: int = 0  # of the chunks sent here, hedges of what another server was slow to answer
-    quarantined_until_ns: int = (
-        0  # it gave corrupt replies; until then it is asked where no other replica exists
-    )
+    quarantined_until_ns: int = 0  # it gave corrupt replies; until then it is asked where no other replica exists
     held_slots: int = 0  # retired: until a late reply arrives, or for a while after a corrupt one
     lost_slots: int = 0  # of those: a later request was answered, so that theirs will hardly be
     state: int = ServerState.EMPTY
@@ -117,6 +116,11 @@ class ServerCounters:
     busy_ns: int = 0  # from pick-up to reply, summed over batches
     not_held: int = 0  # requests refused: an expert is not here
     invalid: int = 0  # requests refused: not understood
+    # What was computed, comparable across models: pairs, and for each activated expert as many as its reading costs,
+    # each times hidden x intermediate / 64.
+    work: int = 0
+    received_bytes: int = 0  # rows as they lie in requests, without padding
+    sent_bytes: int = 0  # rows of replies
 
 
 class HostArrays(NamedTuple):
@@ -198,7 +202,26 @@ class ClientBackend(Protocol):
 
 
 class ServerBackend(Protocol):
-    """A server's end: takes requests out of its clients' windows, computes, replies. For use from any thread."""
+    """A server's end: takes requests out of its clients' windows, computes, replies. For use from any thread.
+
+    Model 0 is the one that it began with.
+    """
+
+    def add_model(self, wire: WireShape) -> int:
+        """Serve one more model beside the others, in the same batches; its number.
+
+        Raises:
+            ValueError: there is no place or memory for it, or it cannot be computed beside the first.
+        """
+        ...
+
+    def remove_model(self, model: int) -> None:
+        """Its number may be another's from now on.
+
+        Raises:
+            ValueError: it is the first, or has clients or experts; nothing has changed.
+        """
+        ...
 
     def add_client(self, link: ClientLink) -> int:
         """A place for a client, whose requests are answered from now on.
@@ -213,7 +236,7 @@ class ServerBackend(Protocol):
         ...
 
     def set_expert(
-        self, layer: int, expert: int, gate_up: NDArray[np.uint8], down: NDArray[np.uint8]
+        self, layer: int, expert: int, gate_up: NDArray[np.uint8], down: NDArray[np.uint8], model: int = 0
     ) -> None:
         """Answer for an expert, packed as `experts.kernels` has it; the arrays stay until it is cleared.
 
@@ -223,11 +246,11 @@ class ServerBackend(Protocol):
         """
         ...
 
-    def clear_expert(self, layer: int, expert: int) -> None:
+    def clear_expert(self, layer: int, expert: int, model: int = 0) -> None:
         """Answer for an expert no more; on return its weights are no longer read."""
         ...
 
-    def take_doubtful(self) -> tuple[int, int] | None:
+    def take_doubtful(self, model: int = 0) -> tuple[int, int] | None:
         """(layer, expert) of one that gave a row that is not finite since the last time; None: none was seen."""
         ...
 
@@ -252,7 +275,7 @@ class ServerBackend(Protocol):
         ...
 
     def counters(self) -> ServerCounters:
-        """What was served so far."""
+        """What was served so far, of all models that there ever were."""
         ...
 
     def close(self) -> None:
@@ -266,13 +289,11 @@ class Backend(Protocol):
     Attributes:
         wire_version: Both sides must speak the same one.
         most_slot_bytes: Payload that a server grants a slot, at most.
-        activation_rows: Rows of one expert that cost as much as reading its weights.
         rings_lanes: Whether each lane of a server waits on a doorbell of its own.
     """
 
     wire_version: int
     most_slot_bytes: int
-    activation_rows: float
     rings_lanes: bool
 
     def numerics_class(self, dtype: Dtype) -> str:
@@ -304,14 +325,7 @@ class Backend(Protocol):
         ...
 
     def client(
-        self,
-        wire: WireShape,
-        *,
-        incarnation: int,
-        lanes: int,
-        bell_page: int,
-        max_tokens: int,
-        patience_s: float,
+        self, wire: WireShape, *, incarnation: int, lanes: int, bell_page: int, max_tokens: int, patience_s: float
     ) -> ClientBackend:
         """A client of a model.
 
@@ -333,9 +347,7 @@ class Backend(Protocol):
         """
         ...
 
-    def server(
-        self, wire: WireShape, *, incarnation: int, cores: Sequence[int], bell_page: int
-    ) -> ServerBackend:
+    def server(self, wire: WireShape, *, incarnation: int, cores: Sequence[int], bell_page: int) -> ServerBackend:
         """A server of a model.
 
         Args:

@@ -22,7 +22,6 @@ from experts.quantized import Quantized
 from experts.tensor_file import HEADER_LIMIT_BYTES, NUMPY, CheckpointInvalid, TensorEntry, TensorFile, opened
 
 JSON_LIMIT_BYTES = 64 << 20
-FINGERPRINT_SAMPLE_BYTES = 64
 
 
 class SafetensorsFile(TensorFile):
@@ -47,10 +46,10 @@ class SafetensorsFile(TensorFile):
                 raise CheckpointInvalid(
                     f"{path}: the header ends at {8 + length}, the file at {size}. Download it again."
                 )
-            header = file.read(length)
+            self.header = header = file.read(length)
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         start = 8 + length
-        super().__init__(path, header, _entries(path, header, size - start), mapped, start)
+        super().__init__(path, _entries(path, header, size - start), mapped, start)
 
 
 def _entries(path: Path, header: bytes, data_bytes: int) -> dict[str, TensorEntry]:
@@ -84,18 +83,14 @@ def _entry(path: Path, name: str, fields: Any, data_bytes: int) -> TensorEntry:
         )
     needed = math.prod(shape) * NUMPY[dtype].itemsize
     if needed != end - begin:
-        raise CheckpointInvalid(
-            f"{path}: {name}, {dtype} {shape}, needs {needed} bytes and has {end - begin}."
-        )
+        raise CheckpointInvalid(f"{path}: {name}, {dtype} {shape}, needs {needed} bytes and has {end - begin}.")
     return TensorEntry(dtype=dtype, shape=tuple(shape), begin=begin, end=end)
 
 
 def _sizes(value: Any) -> bool:
     # At most 8 axes, each below 2**48: the product stays small enough to be cheap to compare.
     return (
-        isinstance(value, list)
-        and len(value) <= 8
-        and all(type(size) is int and 0 <= size < 1 << 48 for size in value)
+        isinstance(value, list) and len(value) <= 8 and all(type(size) is int and 0 <= size < 1 << 48 for size in value)
     )
 
 
@@ -159,9 +154,7 @@ class Checkpoint:
 
             self._file_of, self.config = open_files(files, self.config)
         else:
-            raise CheckpointInvalid(
-                f"{directory}: holds neither {whole.name} nor {index.name} nor a .gguf file."
-            )
+            raise CheckpointInvalid(f"{directory}: holds neither {whole.name} nor {index.name} nor a .gguf file.")
 
     @classmethod
     def open(cls, directory: str | Path) -> Checkpoint:
@@ -209,24 +202,23 @@ class Checkpoint:
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 (hex) over config.json, every file's header, and the first 64 bytes of every tensor.
+        """SHA-256 (hex) over config.json and all bytes of the files of tensors: where it is equal, the weights are.
 
-        Where the shards are split counts, through their headers; what the files are called does not.
+        What the files are called does not count; where the shards are split does. The first call on a host reads all of
+        them, about a minute for 60 GB; later ones believe its notes (`TensorFile.digest`).
         """
-        digest = hashlib.sha256()
-        files = {file.path.name: file for file in self._file_of.values()}
-        parts = [self._config_text, *(files[name].header for name in sorted(files))]
-        for part in parts:
-            digest.update(len(part).to_bytes(8, "little") + part)
-        samples = (
-            (name, sample)
-            for file in files.values()
-            for name, sample in file.samples(FINGERPRINT_SAMPLE_BYTES).items()
-            if self._file_of.get(name, file) is file
-        )
-        for name, sample in sorted(samples):
-            digest.update(name.encode() + b"\0" + sample)
-        return digest.hexdigest()
+        # Of a tensor that stands in two files the index decides which one is meant.
+        files = [
+            (file.digest(), sorted(name for name in file.entries if self._file_of.get(name) is not file))
+            for file in set(self._file_of.values())
+        ]
+        text = json.dumps([hashlib.sha256(self._config_text).hexdigest(), sorted(files)])
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def let_go(self) -> None:
+        """Hold no page of the files any more: views read them again."""
+        for file in set(self._file_of.values()):
+            file.let_go()
 
     def _file(self, name: str) -> TensorFile:
         file = self._file_of.get(name)

@@ -52,7 +52,12 @@ RELINK_LOST_S = 10.0
 
 
 class ExpertClient:
-    """Dispatches rows to expert servers and combines what comes back. For use from any thread."""
+    """Dispatches rows to expert servers and combines what comes back. For use from any thread.
+
+    Attributes:
+        shape, dtype, model_hash, deadline_s: As it was made with.
+        weight: Of its rows; another counts at servers that are attached from then on.
+    """
 
     def __init__(
         self,
@@ -75,7 +80,6 @@ class ExpertClient:
         Args:
             endpoint: Where windows and doorbells come from; it must have a doorbell lane for each of `cores`.
             model_hash: The checkpoint's fingerprint (hex).
-            incarnation: Of this member.
             cores: One for each lane that will make calls together, -1 unpinned; a server on one of them gets that lane.
             deadline_s: Of `apply`, unless it names its own.
             max_tokens: Most rows of one call; `apply` makes as many as it needs.
@@ -91,6 +95,7 @@ class ExpertClient:
         """
         self.shape, self.dtype, self.deadline_s = shape, dtype, deadline_s
         self._cores, self._on_adopted = tuple(cores), on_adopted
+        self.model_hash, self.weight = model_hash, weight
         backend = backend or CpuBackend()
         wire = WireShape(shape=shape, dtype=dtype, model_hash=model_hash_of(model_hash))
         self._layout = backend.window(wire, max_tokens, SLOTS)
@@ -107,6 +112,7 @@ class ExpertClient:
             backend=backend,
             layout=self._layout,
             credentials=credentials,
+            weight=lambda: self.weight,
             request=pb.AttachRequest(
                 name=endpoint.name,
                 incarnation=incarnation,
@@ -119,7 +125,6 @@ class ExpertClient:
                 lanes=len(self._cores),
                 slots=self._layout.slots,
                 slot_bytes=self._layout.payload_bytes,
-                weight=weight,
             ),
         )
         self._reaper = LinkReaper(endpoint)
@@ -288,11 +293,7 @@ class ExpertClient:
         # As they joined, whichever answered first: reports keep their order.
         self._servers = dict(sorted(servers.items(), key=lambda item: item[1].member.incarnation))
         log.info(
-            "server_attached server=%s incarnation=%d place=%d lane=%d",
-            member.name,
-            member.incarnation,
-            place,
-            lane,
+            "server_attached server=%s incarnation=%d place=%d lane=%d", member.name, member.incarnation, place, lane
         )
         self._settle(view)
         if before:

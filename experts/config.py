@@ -62,7 +62,7 @@ class MemberOptions(JoinOptions, ListenerOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertOptions(ComputingOptions, MemberOptions):
-    """Serve experts of one model, as the router places them.
+    """Serve experts as the router places them: of this model, and of those that are added to the pool later.
 
     Example:
       eaas expert --router 127.0.0.1:7000 --model ./model --cores 0,1

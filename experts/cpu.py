@@ -9,28 +9,19 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import asdict
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from experts import kernels, native
-from experts.backend import (
-    ClientLink,
-    ExpertsLost,
-    HostArrays,
-    LinkRefused,
-    ServerCounters,
-    ServerLink,
-    ServerStats,
-)
+from experts.backend import ClientLink, ExpertsLost, HostArrays, LinkRefused, ServerCounters, ServerLink, ServerStats
 from experts.routes import Table
 from experts.wire import MAX_ROWS, VERSION, WireShape
 from p2p import native as p2p_native
 from p2p.endpoint import Window
 from p2p.window import WindowLayout
 
-# 2 bytes for the 2 operations of each row: 165 GFLOP/s over 30 GB/s make an activated expert about as dear as 5 rows.
-CPU_ACTIVATION_ROWS = 5.0
 CHUNK_BYTES = 512 << 10  # of a frame: incast hurts only above that
 MOST_SLOT_BYTES = 1 << 20  # that a client may ask for
 
@@ -41,14 +32,7 @@ class CpuClient:
     """A client of client.h: `experts.backend.ClientBackend`."""
 
     def __init__(
-        self,
-        wire: WireShape,
-        *,
-        incarnation: int,
-        lanes: int,
-        bell_page: int,
-        max_tokens: int,
-        patience_s: float,
+        self, wire: WireShape, *, incarnation: int, lanes: int, bell_page: int, max_tokens: int, patience_s: float
     ) -> None:
         self._shape, self._library = wire.shape, native.load()
         shape = wire.shape
@@ -78,9 +62,7 @@ class CpuClient:
     def publish(self, epoch: int, table: Table) -> None:
         """Adopted at the running call's end, or within it where it waits for a replica; at once where none runs."""
         if self._library.expert_client_publish_routes(self.handle, epoch, table.ctypes.data):
-            raise MemoryError(
-                f"no memory for the routes of epoch {epoch}; the ones before it stay. Free some."
-            )
+            raise MemoryError(f"no memory for the routes of epoch {epoch}; the ones before it stay. Free some.")
 
     def stats(self, place: int) -> ServerStats:
         stats = native.ServerStats()
@@ -111,17 +93,28 @@ class CpuServer:
     """A server of server.h: `experts.backend.ServerBackend`."""
 
     def __init__(self, wire: WireShape, *, incarnation: int, cores: Sequence[int], bell_page: int) -> None:
-        self._shape, self._library, self._bell_page = wire.shape, native.load(), bell_page
-        shape = wire.shape
+        self._shapes, self._library, self._bell_page = {0: wire.shape}, native.load(), bell_page
+        *sizes, form = _sizes(wire)
+        lanes = len(cores), (ctypes.c_int32 * len(cores))(*cores)
         self._handle: int = self._library.expert_server_new(
-            *(shape.layers, shape.experts, shape.hidden, shape.intermediate, shape.top_k, wire.dtype),
-            *(wire.model_hash, incarnation, len(cores), (ctypes.c_int32 * len(cores))(*cores), bell_page),
-            *(MOST_SLOT_BYTES, None if shape.plain else native.form_of(shape.activation, shape.biased)),
+            *sizes, incarnation, *lanes, bell_page, MOST_SLOT_BYTES, form
         )
         if not self._handle:
             raise ValueError(
-                f"lanes on cores {list(cores)} could not start for {shape}. Name cores that may be used."
+                f"lanes on cores {list(cores)} could not start for {wire.shape}. Name cores that may be used."
             )
+
+    def add_model(self, wire: WireShape) -> int:
+        model = self._library.expert_server_add_model(self._handle, *_sizes(wire))
+        if model < 0:
+            raise ValueError(f"{wire.shape} has no place beside {len(self._shapes)} models. Close one, or free memory.")
+        self._shapes[model] = wire.shape
+        return model
+
+    def remove_model(self, model: int) -> None:
+        if self._library.expert_server_remove_model(self._handle, model):
+            raise ValueError(f"model {model} has clients or experts: take them from it, but of the first, which stays.")
+        del self._shapes[model]
 
     def add_client(self, link: ClientLink) -> int:
         return _place(self._library.expert_server_add_client(self._handle, native.ClientLink(**asdict(link))))
@@ -130,18 +123,18 @@ class CpuServer:
         self._library.expert_server_remove_client(self._handle, place)
 
     def set_expert(
-        self, layer: int, expert: int, gate_up: NDArray[np.uint8], down: NDArray[np.uint8]
+        self, layer: int, expert: int, gate_up: NDArray[np.uint8], down: NDArray[np.uint8], model: int = 0
     ) -> None:
         addresses = gate_up.ctypes.data, down.ctypes.data
-        if self._library.expert_server_set_expert(self._handle, layer, expert, *addresses):
-            raise ValueError(f"expert {expert} of layer {layer} is outside {self._shape}.")
+        if self._library.expert_server_set_expert(self._handle, model, layer, expert, *addresses):
+            raise ValueError(f"expert {expert} of layer {layer} is outside {self._shapes.get(model)}.")
 
-    def clear_expert(self, layer: int, expert: int) -> None:
-        self._library.expert_server_clear_expert(self._handle, layer, expert)
+    def clear_expert(self, layer: int, expert: int, model: int = 0) -> None:
+        self._library.expert_server_set_expert(self._handle, model, layer, expert, None, None)
 
-    def take_doubtful(self) -> tuple[int, int] | None:
-        number = self._library.expert_server_take_doubtful(self._handle)
-        return None if number < 0 else divmod(number, self._shape.experts)
+    def take_doubtful(self, model: int = 0) -> tuple[int, int] | None:
+        number = self._library.expert_server_take_doubtful(self._handle, model)
+        return None if number < 0 else divmod(number, self._shapes[model].experts)
 
     def set_lease(self, boottime_ns: int) -> None:
         self._library.expert_server_set_lease(self._handle, boottime_ns)
@@ -175,14 +168,11 @@ class CpuBackend:
     """Native code and shared memory, in frames of at most CHUNK_BYTES."""
 
     most_slot_bytes = MOST_SLOT_BYTES
-    activation_rows = CPU_ACTIVATION_ROWS
     rings_lanes = True
     numerics_class = staticmethod(kernels.numerics_class)
     self_test = staticmethod(kernels.self_test)
+    wire_version = VERSION
     client, server = CpuClient, CpuServer
-
-    def __init__(self, wire_version: int = VERSION) -> None:
-        self.wire_version = wire_version
 
     def window(self, wire: WireShape, most_tokens: int, slots: int) -> WindowLayout:
         """Slots for the largest call, or for chunks of it."""
@@ -208,6 +198,13 @@ class CpuBackend:
         p2p_native.load().p2p_window_init(
             window.address, window.nbytes, window.incarnation, layout.slots, layout.payload_bytes
         )
+
+
+def _sizes(wire: WireShape) -> tuple[Any, ...]:
+    """Of a model, as a native server takes them: at last what its experts compute beside their products."""
+    shape = wire.shape
+    sizes = shape.layers, shape.experts, shape.hidden, shape.intermediate, shape.top_k
+    return *sizes, wire.dtype, wire.model_hash, native.form_of(shape.activation, shape.biased)
 
 
 def _place(code: int) -> int:

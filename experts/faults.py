@@ -38,11 +38,7 @@ class SelfInflicted:
     """The faults of one process; what `router.client.RouterClient.start` takes. For use from any thread."""
 
     def __init__(
-        self,
-        *,
-        kinds: tuple[str, ...] = PROCESS_FAULTS,
-        points: tuple[str, ...] = (),
-        rails: tuple[str, ...] = (),
+        self, *, kinds: tuple[str, ...] = PROCESS_FAULTS, points: tuple[str, ...] = (), rails: tuple[str, ...] = ()
     ) -> None:
         """Allows faults in this process, for good.
 

@@ -20,7 +20,6 @@ class Stored:
     """How some modules of a checkpoint are stored.
 
     Attributes:
-        codes: What a code stands for.
         group: Columns of a row that share a scale; 0: all.
         targets: Names of modules, or parts of names between dots; "re:" begins a pattern, "Linear" is every one.
         asymmetric: Each group has a zero point.
@@ -88,9 +87,6 @@ def scheme_of(config: Mapping[str, Any]) -> Scheme:
 def stored_as(config: Mapping[str, Any]) -> Dtype | None:
     """The type that holds a checkpoint's experts as its files do; None: there is none, or they are not quantized.
 
-    Args:
-        config: The checkpoint's config.json.
-
     Raises:
         ConfigInvalid: as `scheme_of`.
     """
@@ -126,7 +122,6 @@ def experts_dtype(wanted: str, config: Mapping[str, Any], keeps: Collection[Dtyp
 
     Args:
         wanted: As for `Dtype.resolve`.
-        config: The checkpoint's config.json.
         keeps: Types whose kernels the device has, of those that `stored_as` may give.
 
     Raises:

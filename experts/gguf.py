@@ -27,9 +27,7 @@ from experts.tensor_file import HEADER_LIMIT_BYTES, CheckpointInvalid, TensorEnt
 try:
     import gguf
 except ImportError as missing:
-    raise CheckpointInvalid(
-        "a .gguf file is read with the library gguf: pip install 'eaas[gguf]'."
-    ) from missing
+    raise CheckpointInvalid("a .gguf file is read with the library gguf: pip install 'eaas[gguf]'.") from missing
 
 # What llama.cpp calls them. Of others it also changes more than names.
 ARCHITECTURES = {
@@ -53,9 +51,7 @@ class GgufEntry(TensorEntry):
     heads: int = 0
 
 
-def open_files(
-    paths: Sequence[Path], config: Mapping[str, Any]
-) -> tuple[dict[str, TensorFile], dict[str, Any]]:
+def open_files(paths: Sequence[Path], config: Mapping[str, Any]) -> tuple[dict[str, TensorFile], dict[str, Any]]:
     """The file of each tensor, by its name in the Hugging Face checkpoint; and its config with what the files tell.
 
     Args:
@@ -117,9 +113,7 @@ class GgufFile(TensorFile):
             if entry.end > size - start:
                 place = f"{entry.begin} to {entry.end} of {max(0, size - start)}"
                 raise CheckpointInvalid(f"{path}: {name} lies at bytes {place}. Download it again.")
-        super().__init__(path, mapped[: head.at], _named(path, dict(told), fields, config), mapped, start)
-        # Which other names a tensor has depends on the version of the library.
-        self._told = dict(told)
+        super().__init__(path, _named(path, dict(told), fields, config), mapped, start)
 
     def tensor(self, name: str) -> np.ndarray:
         """One tensor, read-only, in its own shape; float32 where the file keeps codes."""
@@ -214,9 +208,7 @@ class _Head:
         if 0 in shape:
             raise CheckpointInvalid(f"{self._path}: {name} is {shape}; an axis has one number at least.")
         if shape[-1] % block:
-            raise CheckpointInvalid(
-                f"{self._path}: {name} is {known}: rows of {shape[-1]}, blocks of {block}."
-            )
+            raise CheckpointInvalid(f"{self._path}: {name} is {known}: rows of {shape[-1]}, blocks of {block}.")
         if known not in _PLAIN and not hasattr(gguf.quants, known):
             raise CheckpointInvalid(f"{self._path}: {name} is {known}, which gguf does not decode.")
         end = begin + math.prod(shape) // block * nbytes
@@ -236,9 +228,7 @@ def _named(
         )
     # Parts after the first need not say it.
     if (found := fields.get("general.architecture", needed)) != needed:
-        raise CheckpointInvalid(
-            f"{path}: is of {found!r}; config.json needs {needed!r} ({shape.architecture})."
-        )
+        raise CheckpointInvalid(f"{path}: is of {found!r}; config.json needs {needed!r} ({shape.architecture}).")
     number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == needed)
     q_heads = config.get("num_attention_heads", 0)
     heads = {"attn_q": q_heads, "attn_k": config.get("num_key_value_heads") or q_heads}
@@ -248,9 +238,7 @@ def _named(
             if theirs.startswith(("model.", "lm_head")) and (entry := told.get(ours + end)):
                 if needed == "llama" and (count := heads.get(ours.rpartition(".")[2])):
                     if type(count) is not int or count < 1 or entry.shape[0] % (2 * count):
-                        raise CheckpointInvalid(
-                            f"{path}: {ours} has {entry.shape[0]} rows for {count!r} heads."
-                        )
+                        raise CheckpointInvalid(f"{path}: {ours} has {entry.shape[0]} rows for {count!r} heads.")
                     entry = replace(entry, heads=count)
                 if ours.endswith("_inp_shexp"):
                     entry = replace(entry, shape=(1, *entry.shape))

@@ -183,9 +183,7 @@ def _exponents(scales: NDArray[np.float32]) -> NDArray[np.uint8]:
     fraction, exponent = np.frexp(scales)
     if not ((fraction == 0.5) & (exponent > -127)).all():
         wrong = float(scales[(fraction != 0.5) | (exponent <= -127)][0])
-        raise ValueError(
-            f"a scale of mxfp4 is {wrong:g}; powers of two from 2**-127 are needed. Check the checkpoint."
-        )
+        raise ValueError(f"a scale of mxfp4 is {wrong:g}; powers of two from 2**-127 are needed. Check the checkpoint.")
     return (exponent + 126).astype(np.uint8)
 
 

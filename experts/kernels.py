@@ -78,11 +78,6 @@ class PackedExpert:
         """The down projection, [hidden, intermediate]."""
         return PackedMatrix(dtype=self.dtype, rows=self.hidden, k=self.intermediate, data=self.down)
 
-    @property
-    def plain(self) -> bool:
-        """Whether it is SwiGLU without biases."""
-        return self.activation == SWIGLU and not self.biased
-
     def biases(self, data: np.ndarray, tiles: int) -> np.ndarray | None:
         """float32 [64 * tiles] behind the tiles of `data`, in the order of its rows; None where there are none."""
         return data[-4 * tiles * TILE_ROWS :].view(np.float32) if self.biased else None
@@ -98,10 +93,10 @@ def isa_name() -> str:
     return native.load().experts_isa_name().decode()
 
 
-def aligned_bytes(nbytes: int, alignment: int = 4096) -> np.ndarray:
-    """Zeroed uint8 array that begins at a multiple of `alignment`."""
-    whole = np.zeros(nbytes + alignment, np.uint8)
-    start = -whole.ctypes.data % alignment
+def aligned_bytes(nbytes: int) -> np.ndarray:
+    """Zeroed uint8 array that begins at a multiple of 4096."""
+    whole = np.zeros(nbytes + 4096, np.uint8)
+    start = -whole.ctypes.data % 4096
     return whole[start : start + nbytes]
 
 
@@ -129,9 +124,7 @@ def pack_matrix(w: Weights, dtype: Dtype) -> PackedMatrix:
     """
     if dtype in grouped.LAYOUTS:
         rows, k = w.shape
-        return PackedMatrix(
-            dtype=dtype, rows=rows, k=k, data=_aligned(grouped.pack(_quantized(w, dtype), dtype))
-        )
+        return PackedMatrix(dtype=dtype, rows=rows, k=k, data=_aligned(grouped.pack(_quantized(w, dtype), dtype)))
     w = _weights(w)
     rows, k = w.shape
     library = native.load()
@@ -216,9 +209,7 @@ def unpack_expert(packed: PackedExpert) -> tuple[Weights, Weights, Weights]:
         ValueError: it is packed in int8.
     """
     padded = packed.gate_up_tiles * GATE_UP_COLUMNS
-    both = unpack_matrix(
-        PackedMatrix(dtype=packed.dtype, rows=2 * padded, k=packed.hidden, data=packed.gate_up)
-    )
+    both = unpack_matrix(PackedMatrix(dtype=packed.dtype, rows=2 * padded, k=packed.hidden, data=packed.gate_up))
 
     def part(of: NDArray[Any], half: int) -> NDArray[Any]:
         blocks = of.reshape(-1, 2, _BLOCK_ROWS, of.shape[1])
@@ -238,7 +229,6 @@ def linear(packed: PackedMatrix, x: np.ndarray, tiles: range | None = None) -> n
     """x @ W.T in float32, [m, rows]; columns outside `tiles` (default: all) are zero.
 
     Args:
-        packed: The weights.
         x: [m, k], rows of the packed dtype (bfloat16 as uint16), contiguous along k.
         tiles: Contiguous range of 64-row tiles.
 
@@ -263,7 +253,7 @@ def ffn_gate_up(expert: PackedExpert, x: np.ndarray, tiles: range | None = None)
     x = _activations(x, expert.dtype, expert.hidden)
     tiles = _tiles(tiles, expert.gate_up_tiles)
     act = np.zeros((len(x), expert.intermediate), _element(expert.dtype))
-    form = None if expert.plain else native.form_of(expert.activation, expert.biased)
+    form = native.form_of(expert.activation, expert.biased)
     native.load().experts_ffn_gate_up_formed(
         form, expert.dtype, expert.gate_up.ctypes.data, expert.hidden, expert.intermediate, x.ctypes.data,
         _stride(x), len(x), act.ctypes.data, expert.intermediate, tiles.start, tiles.stop,
@@ -282,12 +272,6 @@ def ffn(expert: PackedExpert, x: np.ndarray) -> np.ndarray:
     return out if biases is None else out + biases[: expert.hidden]
 
 
-def silu_reference(x: np.ndarray) -> np.ndarray:
-    """x / (1 + e**-x), in the type of x."""
-    with np.errstate(over="ignore"):
-        return x / (1 + np.exp(-x))
-
-
 def ffn_reference(gate: Weights, up: Weights, down: Weights, x: np.ndarray, dtype: Dtype) -> np.ndarray:
     """The expert's definition in double, rounding where the kernels round: weights, x and act to `dtype`.
 
@@ -304,7 +288,7 @@ def ffn_reference(gate: Weights, up: Weights, down: Weights, x: np.ndarray, dtyp
         gate, up, down = (from_dtype(to_dtype(w, dtype)) for w in (gate, up, down))
     wide_gate, wide_up, wide_down = (w.astype(np.float64) for w in (gate, up, down))
     wide_x = from_dtype(to_dtype(x, dtype)).astype(np.float64)
-    act = silu_reference(wide_x @ wide_gate.T) * (wide_x @ wide_up.T)
+    act = SWIGLU.apply(wide_x @ wide_gate.T, wide_x @ wide_up.T)
     return from_dtype(to_dtype(act.astype(np.float32), dtype)).astype(np.float64) @ wide_down.T
 
 
@@ -365,17 +349,13 @@ def _weights(w: Weights) -> np.ndarray:
     if isinstance(w, Quantized):
         return w.dequantized()
     if w.ndim != 2 or w.dtype not in (np.float32, np.uint16):
-        raise ValueError(
-            f"weights are {w.dtype} {w.shape}; a matrix of float32 or bfloat16 bits (uint16) is needed."
-        )
+        raise ValueError(f"weights are {w.dtype} {w.shape}; a matrix of float32 or bfloat16 bits (uint16) is needed.")
     return np.ascontiguousarray(w)
 
 
 def _activations(x: np.ndarray, dtype: Dtype, k: int) -> np.ndarray:
     if x.ndim != 2 or x.shape[1] != k or x.dtype != _element(dtype):
-        raise ValueError(
-            f"activations are {x.dtype} {x.shape}; {_element(dtype).__name__} [m, {k}] is needed."
-        )
+        raise ValueError(f"activations are {x.dtype} {x.shape}; {_element(dtype).__name__} [m, {k}] is needed.")
     rows_apart = x.strides[0] % x.itemsize == 0 and x.strides[0] >= k * x.itemsize
     return x if x.strides[1] == x.itemsize and rows_apart else np.ascontiguousarray(x)
 

@@ -6,7 +6,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -56,10 +56,8 @@ class Attacher:
     """Attaches to servers, any number at a time. For use from any thread.
 
     Args:
-        backend: What carries the rows.
-        layout: Of the windows, both ways.
         request: What every server is asked; its own fields are filled in.
-        credentials: Of this process; None: no TLS.
+        weight: Of the client's rows, now.
     """
 
     def __init__(
@@ -69,9 +67,11 @@ class Attacher:
         backend: Backend,
         layout: WindowLayout,
         request: pb.AttachRequest,
+        weight: Callable[[], int],
         credentials: Credentials | None = None,
     ) -> None:
         self._endpoint, self._layout, self._request = endpoint, layout, request
+        self._weight = weight
         self._backend, self._credentials = backend, credentials
         self._lock = threading.Lock()
         self._calls: set[Any] = set()
@@ -104,9 +104,7 @@ class Attacher:
                 self._backend.prepare(window, self._layout)
                 reply = self._ask(member, window)
                 if (found := reply.wire_version) != (needed := self._backend.wire_version):
-                    raise AttachFailed(
-                        f"wire version {found} found, {needed} needed: run one release on both sides."
-                    )
+                    raise AttachFailed(f"wire version {found} found, {needed} needed: run one release on both sides.")
                 left_s = max(_LEAST_CONNECT_S, end_s - time.monotonic())
                 peer = endpoint.connect(reply.request_descriptor, left_s)
                 undo.callback(endpoint.disconnect, peer)
@@ -119,19 +117,14 @@ class Attacher:
                     f" {member.incarnation} is needed."
                 )
             undo.pop_all()
-        return Link(
-            member=member,
-            window=window,
-            peer=peer,
-            cores=tuple(reply.cores),
-            rings_lanes=reply.rings_lanes,
-        )
+        return Link(member=member, window=window, peer=peer, cores=tuple(reply.cores), rings_lanes=reply.rings_lanes)
 
     def _ask(self, member: Member, window: Window) -> pb.AttachReply:
         request = pb.AttachRequest(
             server_incarnation=member.incarnation,
             reply_descriptor=window.descriptor,
             wire_version=self._backend.wire_version,
+            weight=self._weight(),
         )
         request.MergeFrom(self._request)
         # A channel for each try: one that is kept waits longer after each failure, and longest just when
@@ -162,13 +155,13 @@ class Attacher:
             call.cancel()
 
 
-def config_of(member: Member, credentials: Credentials | None) -> dict[str, Any]:
-    """The config.json of the checkpoint that a server serves, as it tells it.
+def config_of(member: Member, credentials: Credentials | None, model_hash: str = "") -> dict[str, Any]:
+    """The config.json of a checkpoint that a server serves, as it tells it; of the first where no hash is given.
 
     Raises:
         AttachFailed: it is not there, refuses, or says something else.
     """
-    request = pb.DescribeRequest(server_incarnation=member.incarnation)
+    request = pb.DescribeRequest(server_incarnation=member.incarnation, model_hash=model_hash)
     try:
         with channel_to(member.address, EXPERT, credentials) as channel:
             found = json.loads(rpc.ExpertsStub(channel).Describe(request, timeout=ATTACH_S).config)

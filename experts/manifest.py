@@ -121,9 +121,7 @@ class PackLayout:
         """
         shape = self.shape
         if not (0 <= layer < shape.layers and 0 <= expert < shape.experts):
-            raise IndexError(
-                f"expert {expert} of MoE layer {layer}; packed are {shape.layers} x {shape.experts}"
-            )
+            raise IndexError(f"expert {expert} of MoE layer {layer}; packed are {shape.layers} x {shape.experts}")
         return layer * shape.experts + expert
 
     def offset(self, layer: int, expert: int) -> int:

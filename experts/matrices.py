@@ -83,11 +83,7 @@ def whole(
     Raises:
         CheckpointInvalid: as `read`.
     """
-    if (
-        expert is None
-        and checkpoint.shape(name) == wanted
-        and (coded := checkpoint.quantized(name)) is not None
-    ):
+    if expert is None and checkpoint.shape(name) == wanted and (coded := checkpoint.quantized(name)) is not None:
         return coded
     kind = _CODES.get(dtype := checkpoint.dtype(name))
     if kind is None or not scheme.method:
@@ -128,8 +124,8 @@ def _packed(scheme: Scheme, checkpoint: Checkpoint, name: str, rows: int, k: int
     if f"{weight}_zero_point" in checkpoint or (stored and stored.asymmetric):
         wanted = (-(-rows * bits // 32), groups)
         words = tensor_of(checkpoint, f"{weight}_zero_point", wanted, dtypes=("I32",))
-        zeros = _unpacked(words.T, bits)[:, :rows].T
-    codes = _unpacked(packed, bits)[:, :k]
+        zeros = unpacked(words.T, bits)[:, :rows].T
+    codes = unpacked(packed, bits)[:, :k]
     if f"{weight}_g_idx" in checkpoint or (stored and stored.permuted):
         columns = _columns(checkpoint, f"{weight}_g_idx", k, groups)
         return _integers(codes, zeros, scales, bits, k, columns)
@@ -144,7 +140,7 @@ def _gptq(scheme: Scheme, checkpoint: Checkpoint, name: str, rows: int, k: int) 
     words = tensor_of(checkpoint, f"{name}.qzeros", wanted, dtypes=("I32",)).view(np.uint32)
     if scheme.zeros_less_one:
         words = words + np.uint32(0x11111111 if bits == 4 else 0x01010101)
-    zeros = _unpacked(words, bits)[:, :rows].T
+    zeros = unpacked(words, bits)[:, :rows].T
     stored = scheme.stored(name)
     size = (stored and stored.group) or k
     group = size if -(-k // size) == groups else _group(f"{name}.scales", k, groups)
@@ -152,13 +148,13 @@ def _gptq(scheme: Scheme, checkpoint: Checkpoint, name: str, rows: int, k: int) 
     if f"{name}.g_idx" in checkpoint or (stored and stored.permuted):
         columns = _columns(checkpoint, f"{name}.g_idx", k, groups)
         columns = None if np.array_equal(columns, np.arange(k) // group) else columns
-    return _integers(_unpacked(packed, bits)[:, :k], zeros, scales, bits, group, columns)
+    return _integers(unpacked(packed, bits)[:, :k], zeros, scales, bits, group, columns)
 
 
 def _awq(scheme: Scheme, checkpoint: Checkpoint, name: str, rows: int, k: int) -> Matrix:
     def columns(tensor: str, length: int) -> NDArray[np.uint8]:
         words = tensor_of(checkpoint, f"{name}.{tensor}", (length, rows // 8), dtypes=("I32",))
-        return _unpacked(words, 4).reshape(length, -1, 8)[..., _AWQ_PLACES].reshape(length, rows).T
+        return unpacked(words, 4).reshape(length, -1, 8)[..., _AWQ_PLACES].reshape(length, rows).T
 
     groups = _groups(checkpoint, f"{name}.scales", 0)
     scales = _floats(checkpoint, f"{name}.scales", (groups, rows)).T
@@ -199,14 +195,12 @@ def _words(
     return bits, words.T if across else words
 
 
-def _unpacked(words: NDArray[np.generic], bits: int) -> NDArray[np.uint8]:
-    """Codes of words of 32 bits, the lowest first."""
+def unpacked(words: NDArray[np.generic], bits: int) -> NDArray[np.uint8]:
+    """Codes [rows, k] of words, the lowest first."""
     codes = np.ascontiguousarray(words).view(np.uint8)
-    return (
-        codes
-        if bits == 8
-        else np.stack([codes & np.uint8(15), codes >> np.uint8(4)], axis=-1).reshape(len(codes), -1)
-    )
+    if bits == 8:
+        return codes
+    return np.stack([codes & np.uint8(15), codes >> np.uint8(4)], axis=-1).reshape(len(codes), -1)
 
 
 def _groups(checkpoint: Checkpoint, name: str, axis: int) -> int:
@@ -233,19 +227,11 @@ def _floats(
     checkpoint: Checkpoint, name: str, wanted: tuple[int, ...], expert: int | None = None
 ) -> NDArray[np.float32]:
     found = tensor_of(checkpoint, name, wanted, expert)
-    return (
-        (found.astype(np.uint32) << 16).view(np.float32)
-        if found.dtype == np.uint16
-        else found.astype(np.float32)
-    )
+    return (found.astype(np.uint32) << 16).view(np.float32) if found.dtype == np.uint16 else found.astype(np.float32)
 
 
 def tensor_of(
-    checkpoint: Checkpoint,
-    name: str,
-    wanted: tuple[int, ...],
-    index: int | None = None,
-    dtypes: Sequence[str] = PLAIN,
+    checkpoint: Checkpoint, name: str, wanted: tuple[int, ...], index: int | None = None, dtypes: Sequence[str] = PLAIN
 ) -> NDArray[np.generic]:
     """A tensor of that shape and one of these types, or of its first axis the one at `index`; float16 as float32.
 

@@ -57,7 +57,6 @@ class Dtype(IntEnum):
         Args:
             wanted: "float32", "bfloat16", "int8", or "auto": bfloat16 where the checkpoint is stored so or is
                 quantized, else float32, which holds every float16 value exactly.
-            config: The checkpoint's config.json.
 
         Raises:
             ConfigInvalid: any other word.
@@ -81,23 +80,13 @@ class Dtype(IntEnum):
         for word in numerics_class.split("-"):
             if word in _WORDS:
                 return cls(_WORDS.index(word))
-        raise ConfigInvalid(
-            f"numerics class {numerics_class!r} names no type; one of {', '.join(_WORDS)} is needed."
-        )
+        raise ConfigInvalid(f"numerics class {numerics_class!r} names no type; one of {', '.join(_WORDS)} is needed.")
 
 
 CHOICES = (Dtype.FLOAT32, Dtype.BFLOAT16, Dtype.INT8)
 """What a user may ask for, of any checkpoint."""
 
-_WORDS = (
-    "f32",
-    "bf16",
-    "int8",
-    "fp8",
-    "mxfp4",
-    "int4",
-    "int4g32",
-)  # in numerics classes, in the order of Dtype
+_WORDS = ("f32", "bf16", "int8", "fp8", "mxfp4", "int4", "int4g32")  # in numerics classes, in the order of Dtype
 
 
 # Names of tensors of routed experts. Not of shared ones, nor of a gate that a family stores among its experts.
@@ -167,9 +156,7 @@ def _behind(field: str) -> LayersOf:
         for listed, sparse in (("mlp_layer_types", "sparse"), ("moe_layer_freq", 1)):
             kinds = config.get(listed)
             if isinstance(kinds, list):
-                return [
-                    layer for layer, kind in enumerate(cast("list[object]", kinds[:depth])) if kind == sparse
-                ]
+                return [layer for layer, kind in enumerate(cast("list[object]", kinds[:depth])) if kind == sparse]
         first = config.get(field) or 0
         if not isinstance(first, int) or first < 0:
             raise ConfigInvalid(f"config.json: {field} is {first!r}; a number from 0 is needed.")
@@ -187,21 +174,15 @@ def _ernie(config: Mapping[str, Any], depth: int) -> Sequence[int]:
         for name, default in (("start_index", 0), ("end_index", -1), ("interval", 1))
     )
     if not all(isinstance(value, int) for value in (start, end, step)) or start < 0 or step < 1:
-        raise ConfigInvalid(
-            f"config.json: moe_layer_start_index, _end_index and _interval are {start}, {end}, {step}."
-        )
-    return [
-        layer for layer in range(start, depth if end < 0 else min(end + 1, depth)) if (layer + 1) % step == 0
-    ]
+        raise ConfigInvalid(f"config.json: moe_layer_start_index, _end_index and _interval are {start}, {end}, {step}.")
+    return [layer for layer in range(start, depth if end < 0 else min(end + 1, depth)) if (layer + 1) % step == 0]
 
 
 def _jamba(config: Mapping[str, Any], depth: int) -> Sequence[int]:
     """Each expert_layer_period-th, from expert_layer_offset on."""
     period, offset = _count(config, "expert_layer_period"), config.get("expert_layer_offset")
     if not isinstance(offset, int) or not 0 <= offset < period:
-        raise ConfigInvalid(
-            f"config.json: expert_layer_offset is {offset!r}; a number below {period} is needed."
-        )
+        raise ConfigInvalid(f"config.json: expert_layer_offset is {offset!r}; a number below {period} is needed.")
     return range(offset, depth, period)
 
 
@@ -231,9 +212,7 @@ _GRANITE = ExpertFamily(
     intermediate_field="intermediate_size",
     prefix="",
     fused=FusedNames(
-        prefix="model.layers.{layer}.block_sparse_moe.",
-        gate_up="input_linear.weight",
-        down="output_linear.weight",
+        prefix="model.layers.{layer}.block_sparse_moe.", gate_up="input_linear.weight", down="output_linear.weight"
     ),
 )
 _FEED_FORWARD = replace(
@@ -285,15 +264,9 @@ FAMILIES: Mapping[str, ExpertFamily] = {
     "MellumForCausalLM": _SPARSE,
     "SarvamMLAForCausalLM": _SPARSE,
     "SarvamMoEForCausalLM": _SPARSE,
-    "Ernie4_5_MoeForCausalLM": replace(
-        _QWEN, experts_field="moe_num_experts", top_k_field="moe_k", layers=_ernie
-    ),
+    "Ernie4_5_MoeForCausalLM": replace(_QWEN, experts_field="moe_num_experts", top_k_field="moe_k", layers=_ernie),
     "Lfm2MoeForCausalLM": replace(
-        _FEED_FORWARD,
-        gate="w1.weight",
-        up="w3.weight",
-        down="w2.weight",
-        layers=_behind("num_dense_layers"),
+        _FEED_FORWARD, gate="w1.weight", up="w3.weight", down="w2.weight", layers=_behind("num_dense_layers")
     ),
     "JambaForCausalLM": replace(_FEED_FORWARD, intermediate_field="intermediate_size", layers=_jamba),
     "GraniteMoeForCausalLM": _GRANITE,
@@ -320,9 +293,7 @@ def architecture_of(config: Mapping[str, Any]) -> str:
         if name in FAMILIES:
             return name
     found = ", ".join(names) or "no architecture"
-    raise UnknownArchitecture(
-        f"config.json names {found}. Experts are served of {', '.join(sorted(FAMILIES))}."
-    )
+    raise UnknownArchitecture(f"config.json names {found}. Experts are served of {', '.join(sorted(FAMILIES))}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -410,16 +381,12 @@ class ExpertShape:
             raise ConfigInvalid(f"num_hidden_layers is {depth}; at most {MOST_LAYERS} are served.")
         layer_ids = tuple(family.layers(config, depth))
         if not layer_ids:
-            raise ConfigInvalid(
-                f"None of the {depth} layers has experts: a dense model has nothing to serve here."
-            )
+            raise ConfigInvalid(f"None of the {depth} layers has experts: a dense model has nothing to serve here.")
         shape = cls(
             architecture=architecture,
             layer_ids=layer_ids,
             # transformers 5 writes num_local_experts for families that had num_experts before.
-            experts=_count(
-                config, family.experts_field if family.experts_field in config else "num_local_experts"
-            ),
+            experts=_count(config, family.experts_field if family.experts_field in config else "num_local_experts"),
             hidden=_count(config, "hidden_size"),
             intermediate=_count(config, family.intermediate_field),
             top_k=_count(config, family.top_k_field),
@@ -431,9 +398,7 @@ class ExpertShape:
                 f"{shape.layers} layers have {shape.experts} experts each; at most {MOST_EXPERTS} in all are served."
             )
         if shape.top_k > shape.experts:
-            raise ConfigInvalid(
-                f"{family.top_k_field} is {shape.top_k}, but there are {shape.experts} experts."
-            )
+            raise ConfigInvalid(f"{family.top_k_field} is {shape.top_k}, but there are {shape.experts} experts.")
         return shape
 
     def names(self, layer: int, expert: int) -> tuple[str, str, str]:
@@ -466,9 +431,7 @@ def _clamped(config: Mapping[str, Any]) -> Activation:
     """GPT-OSS's; its first configurations leave alpha out."""
     values = [config.get("swiglu_alpha", 1.702), config.get("swiglu_limit", 7.0)]
     if not all(isinstance(value, float | int) and 0 < value < float("inf") for value in values):
-        raise ConfigInvalid(
-            f"config.json: swiglu_alpha and swiglu_limit are {values}; positive numbers are needed."
-        )
+        raise ConfigInvalid(f"config.json: swiglu_alpha and swiglu_limit are {values}; positive numbers are needed.")
     return Activation(alpha=values[0], limit=values[1], shift=1.0)
 
 

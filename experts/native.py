@@ -9,15 +9,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from experts.model import Activation
+from experts.model import SWIGLU, Activation
 from p2p.native import Declarations, open_library
 
 LIBRARY = Path(__file__).resolve().parent / "_experts.so"
 
 _DECLARED = Declarations(
-    "experts",
-    "client server kernels waterfill",
-    "ServerLink ServerStats ClientLink ServerCounters ExpertForm",
+    "experts", "client server kernels waterfill", "ServerLink ServerStats ClientLink ServerCounters ExpertForm"
 )
 ServerLink, ServerStats, ClientLink, ServerCounters, ExpertForm = _DECLARED.structures.values()
 
@@ -28,7 +26,9 @@ def values_of(structure: Structure) -> dict[str, Any]:
 
 
 def form_of(activation: Activation, biased: bool) -> Any:
-    """What experts compute beside their products, as native code takes it."""
+    """What experts compute beside their products, as native code takes it: nothing where that is SwiGLU alone."""
+    if activation == SWIGLU and not biased:
+        return None
     return ExpertForm(activation.alpha, activation.limit, activation.shift, biased)
 
 

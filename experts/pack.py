@@ -31,17 +31,14 @@ from pathlib import Path
 import numpy as np
 
 from experts.checkpoint import Checkpoint, CheckpointInvalid
-from experts.kernels import (
-    PackedExpert,
-    WeightsBroken,
-    aligned_bytes,
-    answer_of,
-    numerics_class,
-    pack_expert,
-)
+from experts.formats import experts_dtype
+from experts.grouped import LAYOUTS
+from experts.kernels import PackedExpert, WeightsBroken, aligned_bytes, answer_of, numerics_class, pack_expert
 from experts.manifest import DIGEST_BYTES, Blob, BlobCorrupt, Manifest, ManifestInvalid, PackLayout, entry
 from experts.model import ConfigInvalid, Dtype, ExpertShape
+from experts.tensor_file import cache_root
 from experts.tensors import tensors_of
+from router.view import Model
 
 _HUGE_PAGE = 2 << 20
 
@@ -63,19 +60,34 @@ def layout_of(shape: ExpertShape, dtype: Dtype, fingerprint: str) -> PackLayout:
         ConfigInvalid: these experts are not served in this type.
     """
     if dtype is Dtype.INT8 and not shape.plain:
-        raise ConfigInvalid(
-            f"experts of {shape.architecture} are not served in int8. Use bfloat16 or float32."
-        )
+        raise ConfigInvalid(f"experts of {shape.architecture} are not served in int8. Use bfloat16 or float32.")
     kernels = shape.numerics_class(numerics_class(dtype))
     return PackLayout(shape=shape, dtype=dtype, fingerprint=fingerprint, numerics_class=kernels)
 
 
+def model_entry(name: str, path: Path, dtype: str = "auto", weight: int = 1) -> tuple[Model, str]:
+    """A checkpoint as the router is told of it, and the numerics class in which CPUs of this host compute it.
+
+    dtype: As the option of that name. Raises CheckpointInvalid, ConfigInvalid: it cannot be served.
+    """
+    checkpoint = Checkpoint.open(path)
+    shape = ExpertShape.from_config(checkpoint.config)
+    layout = layout_of(shape, experts_dtype(dtype, checkpoint.config, LAYOUTS), checkpoint.fingerprint)
+    model = Model(
+        hash=checkpoint.fingerprint,
+        name=name,
+        path=str(path),
+        layers=shape.layers,
+        experts=shape.experts,
+        expert_bytes=layout.blob_bytes,
+        weight=weight,
+    )
+    return model, layout.numerics_class
+
+
 def cache_directory() -> Path:
     """Where packed experts are kept: $XDG_CACHE_HOME/eaas/packed, by default under ~/.cache."""
-    named = os.environ.get("XDG_CACHE_HOME", "")
-    # The XDG specification says to ignore a relative path.
-    root = Path(named) if Path(named).is_absolute() else Path.home() / ".cache"
-    return root / "eaas" / "packed"
+    return cache_root() / "packed"
 
 
 class PackedExperts:
@@ -107,9 +119,6 @@ class PackedExperts:
         """Map this host's file, packing the checkpoint first where there is none.
 
         Args:
-            checkpoint: Source of the weights.
-            shape: Its experts.
-            dtype: Element type to pack in.
             directory: Cache directory; default `cache_directory()`.
             progress: Called after each expert that is packed.
 
@@ -185,6 +194,13 @@ class PackedExperts:
             start, left = start + written, left[written:]
         self._borrowed.pop((layer, expert), None)
 
+    def page_out(self) -> None:
+        """Give back the memory that holds this file, which comes back from the disk as it is used. Pages that another
+        map uses stay. Raises OSError: the disk does not take what was written."""
+        os.fdatasync(self._file.fileno())
+        self._mapped.madvise(mmap.MADV_DONTNEED)
+        os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
     def _own(self, layer: int, expert: int) -> Blob:
         start = self.layout.offset(layer, expert)
         return self._bytes[start : start + self.layout.blob_bytes]
@@ -256,9 +272,7 @@ def _made(layout: PackLayout, directory: Path | None, build: Callable[[Path], No
             " needed; set XDG_CACHE_HOME to a directory with room."
         ) from error
     if found is None:
-        raise PackUnavailable(
-            f"{path}: is not whole right after it was built. Does something else write there?"
-        )
+        raise PackUnavailable(f"{path}: is not whole right after it was built. Does something else write there?")
     return found
 
 
@@ -334,6 +348,8 @@ def _build(partial: Path, layout: PackLayout, checkpoint: Checkpoint, progress: 
         file.truncate(layout.file_bytes)
         file.seek(0)
         file.write(Manifest(layout=layout, entries=bytes(entries)).encode())
+    # Who packs may serve for months, and its checkpoint stays open.
+    checkpoint.let_go()
 
 
 def pack_blob(layout: PackLayout, checkpoint: Checkpoint, layer: int, expert: int) -> np.ndarray:

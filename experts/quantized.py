@@ -54,10 +54,8 @@ class Quantized:
     """W [rows, k].
 
     Attributes:
-        kind: What a code stands for.
         codes: uint8 [rows, k], one in each byte, whatever it takes in the file.
         scales: float32 [rows, groups]; the last group may be shorter than the others.
-        group: Columns of a group.
         offsets: float32 [rows, groups]; None: zero.
 
     Raises:
@@ -97,9 +95,5 @@ class Quantized:
         """Some of its rows."""
         offsets = None if self.offsets is None else self.offsets[rows]
         return Quantized(
-            kind=self.kind,
-            codes=self.codes[rows],
-            scales=self.scales[rows],
-            group=self.group,
-            offsets=offsets,
+            kind=self.kind, codes=self.codes[rows], scales=self.scales[rows], group=self.group, offsets=offsets
         )

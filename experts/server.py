@@ -52,8 +52,49 @@ class _Attached:
     peer: Peer
 
 
+class HeldModel:
+    """One of the models of a server, and what is held of it. For use from any thread.
+
+    Attributes:
+        number: As the server's backend knows it.
+        config: Its checkpoint's config.json.
+    """
+
+    def __init__(self, server: ExpertServer, number: int, wire: WireShape, model_hash: str, config: bytes) -> None:
+        self._rows, self._lock, self.number = server._rows, server._lock, number
+        self.shape, self.dtype, self.model_hash, self.config = wire.shape, wire.dtype, model_hash, config
+        self.closed = False  # where the lock is held, so that nobody asks what was freed
+
+    def set_expert(self, layer: int, expert: int, gate_up: NDArray[np.uint8], down: NDArray[np.uint8]) -> None:
+        """Serve an expert from packed weights, which stay mapped until `clear_expert` returns.
+
+        Raises:
+            ValueError: there is no such expert.
+            WeightsBroken: a device's memory holds something else than was written, or has no room.
+            ServerClosed: its server was closed, or this model of it.
+        """
+        with self._lock:
+            if self.closed:
+                raise ServerClosed(f"model {self.model_hash[:16]} was closed; nothing can be loaded into it.")
+            self._rows.set_expert(layer, expert, gate_up, down, self.number)
+
+    def clear_expert(self, layer: int, expert: int) -> None:
+        """Stop serving an expert; on return its weights are no longer read."""
+        with self._lock:
+            if not self.closed:
+                self._rows.clear_expert(layer, expert, self.number)
+
+    def doubtful(self) -> tuple[int, int] | None:
+        """(layer, expert) of one that gave rows that are not finite since it was last told here; None: none did.
+
+        Kernels of GPUs do not look at their rows: they tell of none.
+        """
+        with self._lock:
+            return None if self.closed else self._rows.take_doubtful(self.number)
+
+
 class ExpertServer:
-    """Serves packed experts to clients over the windows of one endpoint. For use from any thread."""
+    """Serves packed experts of models to clients over the windows of one endpoint. For use from any thread."""
 
     def __init__(
         self,
@@ -70,7 +111,7 @@ class ExpertServer:
         """
         Args:
             endpoint: Its name and incarnation are the server's.
-            model_hash: The checkpoint's fingerprint (hex).
+            model_hash: Of the first model: its checkpoint's fingerprint (hex).
             cores: One for each lane, -1 unpinned.
             slots: Most requests in flight of one client.
             backend: What carries and computes the rows; that of CPUs unless given.
@@ -79,16 +120,13 @@ class ExpertServer:
         Raises:
             ValueError: the lanes cannot be started, a size is out of range, or it cannot compute such experts.
         """
-        self.shape, self.dtype, self.model_hash, self._config = shape, dtype, model_hash, config
         self.cores = tuple(cores)
         self._most_slots = slots
         self._endpoint = endpoint
         self._backend = backend or CpuBackend()
+        wire = WireShape(shape=shape, dtype=dtype, model_hash=model_hash_of(model_hash))
         self._rows = self._backend.server(
-            WireShape(shape=shape, dtype=dtype, model_hash=model_hash_of(model_hash)),
-            incarnation=endpoint.incarnation,
-            cores=self.cores,
-            bell_page=endpoint.page_address,
+            wire, incarnation=endpoint.incarnation, cores=self.cores, bell_page=endpoint.page_address
         )
         self._reaper = LinkReaper(endpoint)
         # `close` waits for it: a window is exported while the endpoint is open.
@@ -96,9 +134,11 @@ class ExpertServer:
         # Guards what `close` frees, and the clients. The lease waits for it too: never held while a
         # window is made, which takes the network long, or a link is closed.
         self._lock = threading.Lock()
-        self._freed = False
         self._counters = ServerCounters()
         self._clients: dict[str, _Attached] = {}
+        self.first = HeldModel(self, 0, wire, model_hash, config)
+        # By hash. A new one whenever it changes, so that whoever reads it needs no lock.
+        self._models = {model_hash: self.first}
         self._thread: threading.Thread | None = None
         self.broken = ""  # why nothing is served any more, once that is so
 
@@ -112,39 +152,42 @@ class ExpertServer:
         """Names of those attached."""
         return tuple(self._clients)
 
-    def set_expert(
-        self, layer: int, expert: int, gate_up: NDArray[np.uint8], down: NDArray[np.uint8]
-    ) -> None:
-        """Serve an expert from packed weights, which stay mapped until `clear_expert` returns.
+    def open_model(self, *, shape: ExpertShape, dtype: Dtype, model_hash: str, config: bytes) -> HeldModel:
+        """Serve one more model, of which nothing is held yet.
 
         Raises:
-            ValueError: there is no such expert.
-            WeightsBroken: a device's memory holds something else than was written, or has no room.
+            ValueError: it is open here already, there is no place for it, or it cannot be computed beside the first.
             ServerClosed: `close` was called.
         """
+        wire = WireShape(shape=shape, dtype=dtype, model_hash=model_hash_of(model_hash))
         with self._lock:
-            if self._freed:
-                raise ServerClosed(f"{self._endpoint.name} was closed; nothing can be loaded into it.")
-            self._rows.set_expert(layer, expert, gate_up, down)
+            if self.first.closed:
+                raise ServerClosed(f"{self._endpoint.name} was closed; no model can be opened.")
+            if model_hash in self._models:
+                raise ValueError(f"model {model_hash[:16]} is open in {self._endpoint.name} already.")
+            model = HeldModel(self, self._rows.add_model(wire), wire, model_hash, config)
+            self._models = {**self._models, model_hash: model}
+        return model
 
-    def clear_expert(self, layer: int, expert: int) -> None:
-        """Stop serving an expert; on return its weights are no longer read."""
-        with self._lock:
-            if not self._freed:
-                self._rows.clear_expert(layer, expert)
+    def close_model(self, model_hash: str) -> None:
+        """Serve a model no more, of which nothing is held and that no client asks for.
 
-    def doubtful(self) -> tuple[int, int] | None:
-        """(layer, expert) of one that gave rows that are not finite since it was last told here; None: none did.
-
-        Kernels of GPUs do not look at their rows: they tell of none.
+        Raises:
+            ValueError: it is not open, is the first, or has clients or experts.
         """
         with self._lock:
-            return None if self._freed else self._rows.take_doubtful()
+            if self.first.closed:
+                return
+            if not (model := self._models.get(model_hash)):
+                raise ValueError(f"model {model_hash[:16]} is not open in {self._endpoint.name}.")
+            self._rows.remove_model(model.number)
+            model.closed = True
+            self._models = {name: one for name, one in self._models.items() if one is not model}
 
     def set_lease(self, boottime_ns: int) -> None:
         """Answer only before this CLOCK_BOOTTIME instant; 0 fences the server for good."""
         with self._lock:
-            if not self._freed:
+            if not self.first.closed:
                 self._rows.set_lease(boottime_ns)
 
     def start(self) -> None:
@@ -175,7 +218,7 @@ class ExpertServer:
         Raises:
             Refused: it is no client for this server, or there is no place left.
         """
-        self._check(request)
+        model = self._check(request)
         with ExitStack() as undo:
             try:
                 layout = WindowLayout(slots=request.slots, payload_bytes=request.slot_bytes)
@@ -192,20 +235,15 @@ class ExpertServer:
                 )
             with self._exporting:
                 # While this is held the endpoint is open too: it is closed after this server.
-                if self._freed:
+                if self.first.closed:
                     raise Refused(grpc.StatusCode.UNAVAILABLE, f"{self._endpoint.name} is ending.")
                 window = self._export(request.name, layout, peer)
                 undo.callback(window.close)
                 with self._lock:
-                    self._admit(request, layout, window, peer)
+                    self._admit(request, model, layout, window, peer)
             undo.pop_all()
         faults.point("client-attached")
-        log.info(
-            "client_attached name=%s incarnation=%d slots=%d",
-            request.name,
-            request.incarnation,
-            request.slots,
-        )
+        log.info("client_attached name=%s incarnation=%d slots=%d", request.name, request.incarnation, request.slots)
         return pb.AttachReply(
             request_descriptor=window.descriptor,
             server_incarnation=self.incarnation,
@@ -228,7 +266,11 @@ class ExpertServer:
         self._backend.prepare(window, layout)
         return window
 
-    def _admit(self, request: pb.AttachRequest, layout: WindowLayout, window: Window, peer: Peer) -> None:
+    def _admit(
+        self, request: pb.AttachRequest, model: HeldModel, layout: WindowLayout, window: Window, peer: Peer
+    ) -> None:
+        if model.closed:
+            raise Refused(grpc.StatusCode.UNAVAILABLE, f"model {model.model_hash[:16]} was closed here.")
         link = ClientLink(
             rx=window.address,
             rx_bytes=window.nbytes,
@@ -242,6 +284,7 @@ class ExpertServer:
             slots=layout.slots,
             slot_bytes=layout.payload_bytes,
             weight=request.weight or 1,
+            model=model.number,
         )
         self._drop(request.name)
         faults.link(peer.address, request.name)
@@ -252,31 +295,34 @@ class ExpertServer:
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
                 f"{request.name}: no place beside {len(self._clients)} clients: {refused}",
             ) from refused
-        self._clients[request.name] = _Attached(
-            place=place, incarnation=request.incarnation, window=window, peer=peer
-        )
+        self._clients[request.name] = _Attached(place=place, incarnation=request.incarnation, window=window, peer=peer)
 
     def describe(self, request: pb.DescribeRequest) -> pb.DescribeReply:
-        """What the model is.
+        """What a model is: the first where the request names none.
 
         Raises:
-            Refused: another server was meant, or its configuration is too long.
+            Refused: another server was meant, the model is not served here, or its configuration is too long.
         """
-        wrong = ""
+        models, wrong = self._models, ""
+        model = models.get(request.model_hash, self.first)
         if request.server_incarnation != self.incarnation:
             wrong = f"incarnation {request.server_incarnation} is asked for, this is {self.incarnation}."
-        elif len(self._config) > MOST_CONFIG_BYTES:
-            wrong = f"config.json has {len(self._config)} bytes; {MOST_CONFIG_BYTES} are told. Name the shape instead."
+        elif request.model_hash not in ("", *models):
+            wrong = f"model {request.model_hash} is asked for; here is {' and '.join(models)}."
+        elif len(model.config) > MOST_CONFIG_BYTES:
+            wrong = f"config.json has {len(model.config)} bytes; {MOST_CONFIG_BYTES} are told. Name the shape instead."
         if wrong:
             raise Refused(grpc.StatusCode.FAILED_PRECONDITION, wrong)
-        return pb.DescribeReply(config=self._config, model_hash=self.model_hash)
+        return pb.DescribeReply(config=model.config, model_hash=model.model_hash)
 
-    def _check(self, request: pb.AttachRequest) -> None:
+    def _check(self, request: pb.AttachRequest) -> HeldModel:
+        models = self._models
+        model = models.get(request.model_hash, self.first)
         needed = {
             "server_incarnation": self.incarnation,
-            "model_hash": self.model_hash,
-            **{word: getattr(self.shape, word) for word in ("layers", "experts", "hidden", "top_k")},
-            "dtype": int(self.dtype),
+            "model_hash": request.model_hash if request.model_hash in models else " or ".join(models),
+            **{word: getattr(model.shape, word) for word in ("layers", "experts", "hidden", "top_k")},
+            "dtype": int(model.dtype),
             "wire_version": self._backend.wire_version,
         }
         wrong = [
@@ -287,7 +333,7 @@ class ExpertServer:
         if wrong:
             raise Refused(
                 grpc.StatusCode.FAILED_PRECONDITION,
-                f"{request.name} asks for {', '.join(wrong)}. Serve one model, from one release.",
+                f"{request.name} asks for {', '.join(wrong)}. Ask for what is served, from one release.",
             )
         slots, slot_bytes = self._most_slots, self._backend.most_slot_bytes
         fits = 1 <= request.slots <= slots and 1 <= request.slot_bytes <= slot_bytes
@@ -297,6 +343,7 @@ class ExpertServer:
                 f"{request.name} asks for {request.slots} slots of {request.slot_bytes} bytes and weight "
                 f"{request.weight}; at most {slots} of {slot_bytes}, and weight {MOST_WEIGHT}, are given.",
             )
+        return model
 
     def reap(self) -> None:
         """Free the windows of clients that are gone; to be called a few times a second."""
@@ -315,15 +362,15 @@ class ExpertServer:
         log.info("client_detached name=%s incarnation=%d", name, attached.incarnation)
 
     def counters(self) -> ServerCounters:
-        """What was served so far; after `close`, what was served at all."""
+        """What was served so far of all models; after `close`, what was served at all."""
         with self._lock:
-            if not self._freed:
+            if not self.first.closed:
                 self._counters = self._rows.counters()
             return self._counters
 
     def close(self) -> None:
         """Stop serving and free everything but the endpoint. Idempotent."""
-        if self._freed:
+        if self.first.closed:
             return
         self._rows.stop()
         if self._thread:
@@ -332,7 +379,8 @@ class ExpertServer:
             for name in list(self._clients):
                 self._drop(name)
             self._counters = self._rows.counters()
-            self._freed = True
+            for model in self._models.values():
+                model.closed = True
             self._rows.close()
         self._reaper.close()
 
@@ -360,15 +408,11 @@ class ExpertsService(rpc.ExpertsServicer):
     def Give(self, request_iterator: Iterator[pb.GiveRequest], context: grpc.ServicerContext) -> pb.GiveReply:
         sender = self.sender
         return _answer(
-            context,
-            pb.GiveReply,
-            sender and (lambda: sender.give(request_iterator, context.time_remaining())),
+            context, pb.GiveReply, sender and (lambda: sender.give(request_iterator, context.time_remaining()))
         )
 
 
-def _answer(
-    context: grpc.ServicerContext, refusal: Callable[[], Reply], act: Callable[[], Reply] | None
-) -> Reply:
+def _answer(context: grpc.ServicerContext, refusal: Callable[[], Reply], act: Callable[[], Reply] | None) -> Reply:
     """What `act` returns, or the status that it refuses with."""
     try:
         if act is None:

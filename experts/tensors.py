@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from experts.checkpoint import Checkpoint
 from experts.formats import Scheme, scheme_of
-from experts.matrices import Matrix, read, tensor_of, whole
+from experts.matrices import Matrix, read, tensor_of, unpacked, whole
 from experts.model import ExpertShape, FusedNames
 from experts.quantized import Codes, Quantized
 
@@ -102,11 +102,9 @@ def mxfp4(checkpoint: Checkpoint, name: str, experts: int, size: tuple[int, int]
     groups = k // _GROUP
     blocks = tensor_of(checkpoint, name + "_blocks", (experts, rows, groups, _GROUP // 2), expert, ("U8",))
     scales = tensor_of(checkpoint, name + "_scales", (experts, rows, groups), expert, ("U8",))
-    pairs = blocks.view(np.uint8)
-    codes = np.stack([pairs & np.uint8(15), pairs >> np.uint8(4)], axis=-1).reshape(rows, k)
     return Quantized(
         kind=Codes.E2M1,
-        codes=codes.astype(np.uint8),
+        codes=unpacked(blocks, 4),
         scales=np.ldexp(np.float32(1), scales.astype(np.int32) - 127),
         group=_GROUP,
     )

@@ -14,7 +14,8 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -72,16 +73,20 @@ class WeightSender:
 
     Args:
         endpoint: The server's.
-        packed: Its weights.
-        serves: Whether this server vouches for an expert's bytes: it verified them itself.
+        packed: Its weights, of each model that it has now.
+        serves: Whether this server vouches for the bytes of (model hash, layer, expert): it verified them itself.
     """
 
     def __init__(
-        self, *, endpoint: Endpoint, packed: PackedExperts, serves: Callable[[int, int], bool]
+        self,
+        *,
+        endpoint: Endpoint,
+        packed: Callable[[], Sequence[PackedExperts]],
+        serves: Callable[[str, int, int], bool],
     ) -> None:
         self._endpoint, self._packed, self._serves = endpoint, packed, serves
-        self._places = threading.BoundedSemaphore(TAKERS)
         self._lock = threading.Lock()
+        self._takers = Counter[str]()  # by what they are being given
         self._closed = False
         # One thread for all takers: what this costs the rows has a bound.
         self._putting = ThreadPoolExecutor(1, "weight-sender", initializer=at_low_priority)
@@ -92,8 +97,9 @@ class WeightSender:
         Raises:
             Refused: another server or model was meant.
         """
-        self._check(request.server_incarnation, "model", request.model_hash, self._packed.layout.fingerprint)
-        return pb.ManifestReply(manifest=self._packed.manifest.encode())
+        known = {packed.layout.fingerprint: packed for packed in self._packed()}
+        packed = self._find(request.server_incarnation, "model", request.model_hash, known)
+        return pb.ManifestReply(manifest=packed.manifest.encode())
 
     def give(self, requests: Iterator[pb.GiveRequest], remaining_s: float | None) -> pb.GiveReply:
         """Serve one taker until it has no more requests. Blocks.
@@ -103,24 +109,21 @@ class WeightSender:
         """
         if remaining_s is None or remaining_s > STREAM_S + 1:
             raise Refused(grpc.StatusCode.INVALID_ARGUMENT, f"a deadline of {STREAM_S} s or less is needed.")
-        if not self._places.acquire(blocking=False):
-            raise Refused(
-                grpc.StatusCode.RESOURCE_EXHAUSTED, f"{TAKERS} others are being given weights; try again."
-            )
-        try:
+        with self._place("weights", TAKERS):
             opening = next(requests, pb.GiveRequest()).opening
-            identity = self._packed.manifest.identity
-            self._check(opening.server_incarnation, "manifest", opening.identity.hex(), identity.hex())
-            peer = self._connect(opening.descriptor)
-            try:
-                for request in requests:
-                    self._submit(peer, request.piece).result()
-            except P2PError as error:
-                raise Refused(grpc.StatusCode.UNAVAILABLE, str(error)) from error
-            finally:
-                self._endpoint.disconnect(peer)
-        finally:
-            self._places.release()
+            known = {packed.manifest.identity.hex(): packed for packed in self._packed()}
+            packed = self._find(opening.server_incarnation, "manifest", opening.identity.hex(), known)
+            # One is kept for each other model: the first load of this one must not keep it from being repaired.
+            most = max(1, TAKERS + 1 - len(known))
+            with self._place(f"weights of model {packed.layout.fingerprint[:16]}", most):
+                peer = self._connect(opening.descriptor)
+                try:
+                    for request in requests:
+                        self._submit(peer, packed, request.piece).result()
+                except P2PError as error:
+                    raise Refused(grpc.StatusCode.UNAVAILABLE, str(error)) from error
+                finally:
+                    self._endpoint.disconnect(peer)
         return pb.GiveReply()
 
     def close(self) -> None:
@@ -129,13 +132,26 @@ class WeightSender:
             self._closed = True
         self._putting.shutdown()
 
-    def _check(self, incarnation: int, what: str, found: str, needed: str) -> None:
-        if (incarnation, found) != (self._endpoint.incarnation, needed):
+    def _find(self, incarnation: int, what: str, wanted: str, known: Mapping[str, PackedExperts]) -> PackedExperts:
+        if incarnation != self._endpoint.incarnation or wanted not in known:
             raise Refused(
                 grpc.StatusCode.FAILED_PRECONDITION,
-                f"incarnation {incarnation} with {what} {found[:16]} was meant;"
-                f" here is {self._endpoint.incarnation} with {needed[:16]}.",
+                f"incarnation {incarnation} with {what} {wanted[:16]} was meant;"
+                f" here is {self._endpoint.incarnation} with {', '.join(each[:16] for each in known)}.",
             )
+        return known[wanted]
+
+    @contextlib.contextmanager
+    def _place(self, what: str, most: int) -> Iterator[None]:
+        with self._lock:
+            if self._takers[what] >= most:
+                raise Refused(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{most} others are being given {what}; try again.")
+            self._takers[what] += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._takers[what] -= 1
 
     def _connect(self, descriptor: bytes) -> Peer:
         try:
@@ -146,27 +162,26 @@ class WeightSender:
         except (P2PError, OSError, ValueError) as error:
             raise Refused(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from error
 
-    def _submit(self, peer: Peer, piece: pb.Piece) -> Future[None]:
+    def _submit(self, peer: Peer, packed: PackedExperts, piece: pb.Piece) -> Future[None]:
         with self._lock:
             if self._closed:
                 raise Refused(grpc.StatusCode.UNAVAILABLE, f"{self._endpoint.name} is ending.")
-            return self._putting.submit(self._put, peer, piece)
+            return self._putting.submit(self._put, peer, packed, piece)
 
-    def _put(self, peer: Peer, piece: pb.Piece) -> None:
-        layout = self._packed.layout
+    def _put(self, peer: Peer, packed: PackedExperts, piece: pb.Piece) -> None:
+        layout = packed.layout
         end = piece.offset + piece.nbytes
         if not (1 <= piece.nbytes <= WINDOW.payload_bytes and end <= layout.blob_bytes and piece.sequence):
             raise Refused(
                 grpc.StatusCode.INVALID_ARGUMENT,
                 f"piece {piece.sequence}: {piece.nbytes} bytes at {piece.offset} of {layout.blob_bytes}.",
             )
-        if not self._serves(piece.layer, piece.expert):
+        if not self._serves(layout.fingerprint, piece.layer, piece.expert):
             raise Refused(
-                grpc.StatusCode.NOT_FOUND,
-                f"expert {piece.expert} of MoE layer {piece.layer} is not served here.",
+                grpc.StatusCode.NOT_FOUND, f"expert {piece.expert} of MoE layer {piece.layer} is not served here."
             )
         slot = WINDOW.slot_offset(piece.sequence % WINDOW.slots)
-        blob = self._packed.blob(piece.layer, piece.expert)
+        blob = packed.blob(piece.layer, piece.expert)
         self._endpoint.put(peer, slot + PAYLOAD_OFFSET, blob[piece.offset : end])
         # Signal last: the taker copies the piece as soon as it changes.
         self._endpoint.signal(peer, slot, piece.sequence)
@@ -174,9 +189,6 @@ class WeightSender:
 
 def manifest_of(member: Member, layout: PackLayout, credentials: Credentials | None = None) -> Manifest:
     """Ask a server what its experts are. Blocks, at most ASK_S.
-
-    Args:
-        credentials: Of this process; None: no TLS.
 
     Raises:
         SourceFailed: it does not answer, or packs them otherwise.
@@ -195,11 +207,7 @@ class PeerSource:
     """Experts of one server, over a window that it writes, by one call of Give at a time. For use from one thread.
 
     Args:
-        endpoint: Of this process.
-        member: The server.
-        manifest: Of both.
         stop: When it is set, what waits fails.
-        credentials: Of this process; None: no TLS.
     """
 
     def __init__(

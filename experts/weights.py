@@ -29,7 +29,7 @@ from experts.pack import PackedExperts, pack_blob
 from experts.transfer import PeerSource, SourceFailed, manifest_of
 from p2p.endpoint import Endpoint
 from router.tls import Credentials
-from router.view import EXPERT, Member, View
+from router.view import EXPERT, Member, View, of_model
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +76,8 @@ class Rates:
 
 def manifest_from(view: View, layout: PackLayout, credentials: Credentials | None = None) -> Manifest | None:
     """What the experts are, as a server of this View says; None where none says it."""
-    servers = [member for member in view.pool(EXPERT) if _gives(member, layout)]
+    own = of_model(view, layout.fingerprint)
+    servers = [member for member in own.pool(EXPERT) if _gives(member, layout)]
     for member in servers[:MANIFEST_TRIES]:
         try:
             return manifest_of(member, layout, credentials)
@@ -90,14 +91,12 @@ def _gives(member: Member, layout: PackLayout) -> bool:
 
 
 class Weights:
-    """The experts of one server. For use from one thread, but for `stop`.
+    """The experts of one model at one server. For use from one thread, but for `stop`.
 
     Args:
         name: Of the server, which is no source for itself.
-        packed: This host's file.
         endpoint: Over which others give; None: ask nobody.
         checkpoint: None where this host has none.
-        credentials: Of this process; None: no TLS.
     """
 
     def __init__(
@@ -120,7 +119,7 @@ class Weights:
         """An expert whose bytes are right, mapped for as long as this process lives. Blocks.
 
         Args:
-            view: Names the servers that may be asked.
+            view: Of this model; it names the servers that may be asked.
             anew: Ask a source even if the file holds it.
 
         Raises:
@@ -205,7 +204,9 @@ class Weights:
         """The bytes that a source gives, not checked yet. Raises SourceFailed."""
         if name == CHECKPOINT and self._checkpoint is not None:
             try:
-                return pack_blob(self.packed.layout, self._checkpoint, layer, expert)
+                blob = pack_blob(self.packed.layout, self._checkpoint, layer, expert)
+                self._checkpoint.let_go()
+                return blob
             except CheckpointInvalid as error:
                 raise SourceFailed(str(error)) from error
             except OSError as error:

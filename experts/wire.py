@@ -121,12 +121,7 @@ def native_header() -> str:
     lines += ["#include <cstdint>", "", "namespace experts {", ""]
     lines += [f"constexpr {_uint(nbytes)} {name} = {value};" for name, (nbytes, value) in numbers.items()]
     for name, fields in (("WireHeader", HEADER), ("WirePair", PAIR)):
-        lines += [
-            "",
-            f"struct {name} {{",
-            *(f"    {_uint(size)} {field};" for field, size in fields.items()),
-            "};",
-        ]
+        lines += ["", f"struct {name} {{", *(f"    {_uint(size)} {field};" for field, size in fields.items()), "};"]
         lines += [f"static_assert(sizeof({name}) == {sum(fields.values())});"]
     return "\n".join([*lines, "", "}  // namespace experts", ""])
 

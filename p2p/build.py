@@ -23,16 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-COMMON = (
-    "-std=c++20",
-    "-O3",
-    "-fPIC",
-    "-fvisibility=hidden",
-    "-Wall",
-    "-Wextra",
-    "-ffp-contract=off",
-    "-pthread",
-)
+COMMON = ("-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-ffp-contract=off", "-pthread")
 ISA_FLAGS: dict[str, tuple[str, ...]] = {
     "portable": (),
     "avx2": ("-mavx2", "-mfma", "-mf16c"),
@@ -147,9 +138,7 @@ def headers_digest(package: str, root: Path = ROOT) -> str:
     return digest.hexdigest()
 
 
-def compile_objects(
-    cxx: Sequence[str], library: Library, extra: Sequence[str], into: Path
-) -> tuple[list[Path], bool]:
+def compile_objects(cxx: Sequence[str], library: Library, extra: Sequence[str], into: Path) -> tuple[list[Path], bool]:
     """Compile a package's sources into the folder `into`: the objects, and whether any had changed.
 
     Raises:

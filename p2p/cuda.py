@@ -41,15 +41,11 @@ _PLACE: Final = struct.Struct("<16sQ")
 
 
 class CudaEndpoint(LocalEndpoint):
-    """One process's end of the cuda transport. A context manager; safe to use from several threads.
+    """One process's end of the cuda transport. Doorbells ring between host threads.
 
     Args:
-        name: For logs and error messages, at most 255 bytes.
-        incarnation: Of this process's life; a restarted process has another.
-        lanes: Doorbells to offer, 1 to 63: they ring between host threads.
         device: The GPU on which windows lie and whose kernels write to peers, in the driver's order.
         driver: Loaded already; where not given, the machine's own.
-        retired_limit_bytes: A peer that keeps more than this of closed windows mapped is refused new ones.
 
     Raises:
         CudaMissing: there is no driver.

@@ -36,12 +36,9 @@ _RELAXED: Final = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 
 class Device:
-    """One GPU with its primary context retained. For use from any thread. Sizes and addresses are in bytes.
+    """One GPU, by its place in the driver's order, with its primary context retained. For use from any thread.
 
-    The first one in a process takes 0.3 s and some hundred megabytes of the GPU.
-
-    Args:
-        ordinal: Which GPU, in the driver's order.
+    Sizes and addresses are in bytes. The first one in a process takes 0.3 s and some hundred megabytes of the GPU.
 
     Raises:
         P2PError: there is no such GPU, or one that cannot share its memory.
@@ -52,9 +49,7 @@ class Device:
         found = driver.devices()
         if not 0 <= ordinal < len(found):
             listed = ", ".join(map(str, found)) or "none"
-            raise P2PError(
-                f"GPU {ordinal} is asked for and {listed} found: see CUDA_VISIBLE_DEVICES and nvidia-smi."
-            )
+            raise P2PError(f"GPU {ordinal} is asked for and {listed} found: see CUDA_VISIBLE_DEVICES and nvidia-smi.")
         self.facts = found[ordinal]
         if not self.facts.exports_fds:
             raise P2PError(
@@ -249,9 +244,7 @@ class DeviceMemory:
         if self._handle is None:
             raise ValueError("this device memory was closed; create another.")
         fd = c_int(-1)
-        self.device.call(
-            "Sharing memory", "cuMemExportToShareableHandle", byref(fd), self._handle, _POSIX_FD, 0
-        )
+        self.device.call("Sharing memory", "cuMemExportToShareableHandle", byref(fd), self._handle, _POSIX_FD, 0)
         os.set_inheritable(fd.value, False)
         return fd.value
 

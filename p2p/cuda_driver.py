@@ -204,9 +204,7 @@ class CudaDriver:
             try:
                 function = getattr(library, name)
             except AttributeError as error:
-                raise CudaMissing(
-                    f"{path} has no function {name}: a driver of CUDA 12 or later is needed."
-                ) from error
+                raise CudaMissing(f"{path} has no function {name}: a driver of CUDA 12 or later is needed.") from error
             function.argtypes, function.restype = arguments, c_int
         return cls(library)
 
@@ -218,16 +216,12 @@ class CudaDriver:
         """
         code = getattr(self._library, function)(*arguments)
         if code:
-            raise CudaError(
-                doing, code, self._words("cuGetErrorName", code), self._words("cuGetErrorString", code)
-            )
+            raise CudaError(doing, code, self._words("cuGetErrorName", code), self._words("cuGetErrorString", code))
 
     def _words(self, function: str, code: int) -> str:
         said = c_char_p()
         known = getattr(self._library, function)(code, ctypes.byref(said)) == 0
-        return (
-            str(said.value, errors="replace") if known and said.value else "an error unknown to this driver"
-        )
+        return str(said.value, errors="replace") if known and said.value else "an error unknown to this driver"
 
     @property
     def version(self) -> tuple[int, int]:

@@ -92,9 +92,7 @@ def decode(raw: bytes) -> Descriptor:
         raise DescriptorInvalid(f"{len(raw)} bytes are no descriptor; ask its owner for a new one.")
     magic, version, kind, a, n, zero, crc, incarnation, nbytes, token = _FIXED.unpack_from(raw)
     if magic != _MAGIC or version != _VERSION:
-        raise DescriptorInvalid(
-            f"magic {magic!r} version {version} found, {_MAGIC!r} version {_VERSION} needed."
-        )
+        raise DescriptorInvalid(f"magic {magic!r} version {version} found, {_MAGIC!r} version {_VERSION} needed.")
     unsummed = raw[:_CRC_OFFSET] + bytes(4) + raw[_CRC_OFFSET + 4 :]
     if zero or len(raw) != _FIXED.size + a + n or crc != zlib.crc32(unsummed):
         raise DescriptorInvalid("the descriptor is corrupt; ask its owner for a new one.")
@@ -110,9 +108,7 @@ def decode(raw: bytes) -> Descriptor:
     )
 
 
-def _check_bounds(
-    transport: Transport, nbytes: int, address: int, name: int, error: type[ValueError]
-) -> None:
+def _check_bounds(transport: Transport, nbytes: int, address: int, name: int, error: type[ValueError]) -> None:
     if not 1 <= nbytes <= WINDOW_LIMIT_BYTES:
         raise error(f"a window of {nbytes} bytes; 1 to {WINDOW_LIMIT_BYTES} needed.")
     if not 1 <= address <= transport.address_limit:

@@ -88,9 +88,7 @@ def ship(at, mask, NBYTES: tl.constexpr, value=None):
                 else:
                     # Once for the block: a second thread's signal could come after the next request's.
                     word = tl.sum(tl.where(mine, value, 0), axis=0)
-                    nvshmem(
-                        "nvshmemx_putmem_signal_block", here, here, nbytes, here - 8, word, 9, pe
-                    )  # 9: it sets
+                    nvshmem("nvshmemx_putmem_signal_block", here, here, nbytes, here - 8, word, 9, pe)  # 9: it sets
 
 
 @triton.jit
@@ -211,12 +209,7 @@ else:
             THREADS: Of the program, 32 * num_warps.
         """
         now = tl.inline_asm_elementwise(
-            "mov.u64 $0, %globaltimer;",
-            "=l,r",
-            [tl.arange(0, THREADS)],
-            dtype=tl.int64,
-            is_pure=False,
-            pack=1,
+            "mov.u64 $0, %globaltimer;", "=l,r", [tl.arange(0, THREADS)], dtype=tl.int64, is_pure=False, pack=1
         )
         # Each thread has read its own: the latest is the same number for all.
         return tl.max(now, axis=0)

@@ -49,9 +49,7 @@ def check_endpoint(name: str, incarnation: int, lanes: int) -> None:
         ValueError: the name, the incarnation or the number of doorbells is out of bounds.
     """
     if not 1 <= len(name.encode()) <= NAME_LIMIT or not 0 <= incarnation < 1 << 64:
-        raise ValueError(
-            f"name {name!r}, incarnation {incarnation}: 1 to {NAME_LIMIT} bytes and a u64 needed."
-        )
+        raise ValueError(f"name {name!r}, incarnation {incarnation}: 1 to {NAME_LIMIT} bytes and a u64 needed.")
     if not 1 <= lanes <= LANES_LIMIT:
         raise ValueError(f"{lanes} lanes asked for; a doorbell page has room for 1 to {LANES_LIMIT}.")
 
@@ -74,17 +72,14 @@ def check_words(nbytes: int, offset: int, count: int = 1, stride_bytes: int = 8)
         raise ValueError(f"{count} words {stride_bytes} apart at {offset}: not 8-aligned in {nbytes} bytes.")
 
 
-class Window(ABC):
-    """Exported memory: one peer writes, this process reads."""
+class _Shared(ABC):
+    """A window's memory, as either side has it."""
+
+    _GIVEN_UP: ClassVar[str]  # what is said once this side has given it up; {}: the owner's name
 
     def __init__(self, offer: Descriptor, memory: Memory) -> None:
         self._offer = offer
         self._memory: Memory | None = memory
-
-    @property
-    def address(self) -> int:
-        """Where the memory starts in this process: for kernels where it lies on a GPU, which the CPU cannot read."""
-        return self._require_open().address
 
     @property
     def nbytes(self) -> int:
@@ -94,6 +89,28 @@ class Window(ABC):
     def incarnation(self) -> int:
         """Of the owner, as it stands in frames meant for this window."""
         return self._offer.incarnation
+
+    @property
+    @abstractmethod
+    def liveness_fd(self) -> int:
+        """A file descriptor that hangs up (POLLRDHUP) when the other side is gone: nothing is written there, or nothing
+        can be written, any more; -1 where none."""
+
+    def _require_open(self) -> Memory:
+        if self._memory is None:
+            raise EndpointClosed(self._GIVEN_UP.format(self._offer.name))
+        return self._memory
+
+
+class Window(_Shared):
+    """Exported memory: one peer writes, this process reads."""
+
+    _GIVEN_UP = "this window was closed; export a new one."
+
+    @property
+    def address(self) -> int:
+        """Where the memory starts in this process: for kernels where it lies on a GPU, which the CPU cannot read."""
+        return self._require_open().address
 
     @property
     def descriptor(self) -> bytes:
@@ -109,11 +126,6 @@ class Window(ABC):
     def peer_incarnation(self) -> int:
         """Of the peer that connected; 0 before."""
 
-    @property
-    @abstractmethod
-    def liveness_fd(self) -> int:
-        """A file descriptor that hangs up (POLLRDHUP) when the peer cannot write any more; -1 where none."""
-
     def poll(self, offset: int, count: int, stride_bytes: int = 8) -> NDArray[np.uint64]:
         """Read `count` signal words, the first at `offset`, each an acquire: u64[count].
 
@@ -128,18 +140,11 @@ class Window(ABC):
     def close(self) -> None:
         """Withdraw the window. While its peer may still write it stays mapped, retired."""
 
-    def _require_open(self) -> Memory:
-        if self._memory is None:
-            raise EndpointClosed("this window was closed; export a new one.")
-        return self._memory
 
-
-class Peer(ABC):
+class Peer(_Shared):
     """Another endpoint's window, as this process writes it."""
 
-    def __init__(self, offer: Descriptor, memory: Memory) -> None:
-        self._offer = offer
-        self._memory: Memory | None = memory
+    _GIVEN_UP = "this side disconnected from {}; connect with a new descriptor."
 
     @property
     def name(self) -> str:
@@ -151,15 +156,6 @@ class Peer(ABC):
         """Where to write: the window itself, or an image whose ranges the transport carries over."""
         return self._require_open().address
 
-    @property
-    def nbytes(self) -> int:
-        return self._offer.nbytes
-
-    @property
-    def incarnation(self) -> int:
-        """Of the window's owner."""
-        return self._offer.incarnation
-
     # Whether `page_address` is the owner's own page: ringing a lane there wakes that very lane.
     shares_doorbells: ClassVar[bool]
 
@@ -167,16 +163,6 @@ class Peer(ABC):
     @abstractmethod
     def page_address(self) -> int:
         """The owner's doorbell page; 0 where the transport has none."""
-
-    @property
-    @abstractmethod
-    def liveness_fd(self) -> int:
-        """A file descriptor that hangs up (POLLRDHUP) when the owner is gone; -1 where none."""
-
-    def _require_open(self) -> Memory:
-        if self._memory is None:
-            raise EndpointClosed(f"this side disconnected from {self.name}; connect with a new descriptor.")
-        return self._memory
 
 
 @runtime_checkable
@@ -208,7 +194,12 @@ class Endpoint(Protocol[W, P]):
         ...
 
     def export_window(self, nbytes: int, incarnation: int | None = None) -> W:
-        """Offer `nbytes` of zeroed memory to one peer; `incarnation` is the endpoint's own unless given."""
+        """Offer `nbytes` of zeroed memory to one peer; `incarnation` is the endpoint's own unless given.
+
+        Raises:
+            ValueError: nbytes is out of bounds.
+            OSError, P2PError: the system or the transport has no memory or descriptors left.
+        """
         ...
 
     def connect(self, descriptor: bytes, timeout_s: float = CONNECT_S) -> P:
@@ -216,7 +207,7 @@ class Endpoint(Protocol[W, P]):
 
         Raises:
             DescriptorInvalid: these bytes are no descriptor of this transport.
-            ConnectRefused: the owner is gone, does not answer in time, or refuses.
+            ConnectRefused: the owner is gone, does not answer in time, or refuses, or its memory cannot be mapped.
         """
         ...
 
@@ -231,7 +222,12 @@ class Endpoint(Protocol[W, P]):
         ...
 
     def signal(self, peer: P, offset: int, value: int) -> None:
-        """Store a signal word (8-aligned), a release: whoever sees it sees every earlier put as well."""
+        """Store a signal word, a release: whoever sees it sees every earlier put as well.
+
+        Raises:
+            ValueError: it would lie outside the window or off 8 bytes.
+            EndpointClosed, PeerGone: as for `put`.
+        """
         ...
 
     def progress(self) -> None:
@@ -239,7 +235,10 @@ class Endpoint(Protocol[W, P]):
         ...
 
     def status(self, link: W | P) -> Status:
-        """Whether the other side is there. A window whose peer has not connected yet is ALIVE."""
+        """GONE once the other side has ended, disconnected or withdrawn, or this side has closed the link.
+
+        A window whose peer has not connected yet is ALIVE.
+        """
         ...
 
     def disconnect(self, peer: P) -> None:

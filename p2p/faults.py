@@ -94,15 +94,11 @@ def arm(
         NoSuchPlace: no such point.
         MemoryError: there is none for the fault.
     """
-    order = _ORDER(
-        number, after, int(by_s * 1e9), seed, share, times, _CODES[kind.upper().replace("-", "_")], waker
-    )
+    order = _ORDER(number, after, int(by_s * 1e9), seed, share, times, _CODES[kind.upper().replace("-", "_")], waker)
     lines = "\n".join(peers).encode()
     if code := _armory().p2p_fault_arm(ctypes.byref(order), where.encode(), lines):
         if code == native.P2P_E_MEMORY:
-            raise MemoryError(
-                f"no memory to arm fault {number}; nothing was armed. Free some, or raise the limit."
-            )
+            raise MemoryError(f"no memory to arm fault {number}; nothing was armed. Free some, or raise the limit.")
         raise NoSuchPlace(f"there is no point {where!r} in this process's native code; see native/faults.h.")
 
 

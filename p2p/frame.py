@@ -76,22 +76,16 @@ def seal_frame(slot: memoryview, header: Header, payload: bytes | memoryview) ->
     """
     end = PAYLOAD_OFFSET + len(payload)
     if header.length != len(payload):
-        raise ValueError(
-            f"header says {header.length} bytes, the payload has {len(payload)}; they must agree."
-        )
+        raise ValueError(f"header says {header.length} bytes, the payload has {len(payload)}; they must agree.")
     if len(slot) < end:
         raise ValueError(f"the slot has {len(slot)} bytes, the frame needs {end}; send less.")
     to, number, origin = header.incarnation, header.sequence, header.sender
-    fields = _HEADER.pack(
-        0, 0, 0, to, number, header.attempt, header.length, header.remaining_ns, origin, 0, 0
-    )
+    fields = _HEADER.pack(0, 0, 0, to, number, header.attempt, header.length, header.remaining_ns, origin, 0, 0)
     slot[PAYLOAD_OFFSET:end] = payload
     native.load().p2p_frame_seal(np.frombuffer(slot, np.uint8).ctypes.data, fields)
 
 
-def open_frame(
-    slot: bytes | memoryview, capacity: int, incarnation: int, sender: int, sequence: int
-) -> Frame:
+def open_frame(slot: bytes | memoryview, capacity: int, incarnation: int, sender: int, sequence: int) -> Frame:
     """Copy a slot's frame, then validate the copy.
 
     Args:
@@ -130,19 +124,12 @@ def open_frame(
         }[Reason(result)]
         raise FrameInvalid(Reason(result), f"{found} found, {needed} needed.")
     header = Header(
-        incarnation=to,
-        sequence=number,
-        attempt=attempt,
-        length=length,
-        remaining_ns=remaining_ns,
-        sender=origin,
+        incarnation=to, sequence=number, attempt=attempt, length=length, remaining_ns=remaining_ns, sender=origin
     )
     return Frame(header=header, payload=payload[:result].tobytes())
 
 
-def load_signals(
-    memory: NDArray[np.uint8], offset: int, count: int, stride_bytes: int = 8
-) -> NDArray[np.uint64]:
+def load_signals(memory: NDArray[np.uint8], offset: int, count: int, stride_bytes: int = 8) -> NDArray[np.uint64]:
     """Read `count` signal words of a window, the first at `offset`: u64[count].
 
     Raises:

@@ -40,7 +40,6 @@ from p2p.memory import HostMemory, Memory
 from p2p.shm_link import (
     SOCKET_PREFIX,
     Acceptor,
-    Hello,
     Verdict,
     answer,
     call,
@@ -123,7 +122,7 @@ class LocalPeer(Peer):
 
 
 class LocalEndpoint(ABC):
-    """One process's end of such a transport. A context manager; safe to use from several threads.
+    """One process's end of such a transport: an `Endpoint`. A context manager; safe to use from several threads.
 
     Args:
         name: For logs and error messages, at most 255 bytes.
@@ -169,7 +168,6 @@ class LocalEndpoint(ABC):
 
     @property
     def page_address(self) -> int:
-        """This endpoint's own doorbell page."""
         self._require_open()
         return self._page.address
 
@@ -179,13 +177,6 @@ class LocalEndpoint(ABC):
         return HostMemory(mmap.mmap(self._page_fd, mmap.PAGESIZE))
 
     def export_window(self, nbytes: int, incarnation: int | None = None) -> LocalWindow:
-        """Offer `nbytes` of zeroed memory to one peer, as the endpoint's incarnation unless given.
-
-        Raises:
-            ValueError: nbytes is out of bounds.
-            OSError: the system has no memory or descriptors left.
-            P2PError: the transport has no memory left.
-        """
         if not 1 <= nbytes <= WINDOW_LIMIT_BYTES:
             raise ValueError(f"a window of {nbytes} bytes asked for; 1 to {WINDOW_LIMIT_BYTES} needed.")
         self.progress()
@@ -205,17 +196,9 @@ class LocalEndpoint(ABC):
         return window
 
     def connect(self, descriptor: bytes, timeout_s: float = CONNECT_S) -> LocalPeer:
-        """Map the window that the descriptor invites to.
-
-        Raises:
-            DescriptorInvalid: these bytes are no descriptor, or of another transport.
-            ConnectRefused: the owner is gone, does not answer in time, or refuses, or its memory cannot be mapped.
-        """
         offer = decode(descriptor)
         if offer.transport is not self.transport or not offer.address.startswith(SOCKET_PREFIX):
-            raise DescriptorInvalid(
-                f"a {offer.transport.name} descriptor; this endpoint speaks {self.transport.name}."
-            )
+            raise DescriptorInvalid(f"a {offer.transport.name} descriptor; this endpoint speaks {self.transport.name}.")
         self._require_open()
         peer = LocalPeer(offer, *call(offer, self.incarnation, timeout_s, self._mapper(offer)))
         with self._lock:
@@ -225,15 +208,7 @@ class LocalEndpoint(ABC):
         peer._release()
         raise EndpointClosed(f"endpoint {self.name} was closed while it connected.")
 
-    def put(
-        self, peer: LocalPeer, offset: int, source: bytes | bytearray | memoryview | NDArray[np.uint8]
-    ) -> None:
-        """Copy bytes into the peer's window.
-
-        Raises:
-            ValueError: they would not fit.
-            EndpointClosed: this side disconnected.
-        """
+    def put(self, peer: LocalPeer, offset: int, source: bytes | bytearray | memoryview | NDArray[np.uint8]) -> None:
         data = np.frombuffer(source, dtype=np.uint8)
         if offset < 0 or offset + len(data) > peer.nbytes:
             raise ValueError(f"{len(data)} bytes at {offset} do not lie in a window of {peer.nbytes}.")
@@ -241,13 +216,6 @@ class LocalEndpoint(ABC):
             peer._require_open().write(offset, data)
 
     def signal(self, peer: LocalPeer, offset: int, value: int) -> None:
-        """Store a signal word, a release: whoever sees it sees every earlier put as well.
-
-        Raises:
-            ValueError: the word would lie outside the window or off 8 bytes.
-            PeerGone: the owner has ended or withdrew the window.
-            EndpointClosed: this side disconnected.
-        """
         check_words(peer.nbytes, offset)
         with self._lock:
             memory = peer._require_open()
@@ -263,7 +231,6 @@ class LocalEndpoint(ABC):
                 window._release()
 
     def status(self, link: LocalWindow | LocalPeer) -> Status:
-        """GONE once the other side has ended, disconnected or withdrawn, or this side has closed the link."""
         with self._lock:
             return Status.GONE if link._memory is None or _link_is_gone(link._link) else Status.ALIVE
 
@@ -308,20 +275,18 @@ class LocalEndpoint(ABC):
             window._link.shutdown(socket.SHUT_WR)
             self._retired.append(window)
 
-    def _admit(self, hello: Hello, link: socket.socket) -> None:
+    def _admit(self, incarnation: int, token: bytes, link: socket.socket) -> None:
         with self._lock:
             # Every token is compared, each in constant time: how long this takes says nothing.
-            matches = [
-                window for window in self._windows if hmac.compare_digest(window._offer.token, hello.token)
-            ]
-            verdict = self._judge(matches, hello.incarnation)
+            matches = [window for window in self._windows if hmac.compare_digest(window._offer.token, token)]
+            verdict = self._judge(matches, incarnation)
             if verdict is not Verdict.OK:
                 answer(link, verdict)
                 link.close()
                 return
             window = matches[0]
             window._link = link
-            window._peer_incarnation = hello.incarnation
+            window._peer_incarnation = incarnation
             answer(link, verdict, window.nbytes, (window._fd, self._page_fd))
             os.close(window._fd)
             window._fd = -1
@@ -330,9 +295,7 @@ class LocalEndpoint(ABC):
         self.progress()
         if self._closed or not matches or matches[0]._link is not None:
             return Verdict.UNKNOWN
-        left_behind = sum(
-            window.held_bytes for window in self._retired if window.peer_incarnation == incarnation
-        )
+        left_behind = sum(window.held_bytes for window in self._retired if window.peer_incarnation == incarnation)
         return Verdict.RETIRED_FULL if left_behind > self._retired_limit_bytes else Verdict.OK
 
 

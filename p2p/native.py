@@ -56,9 +56,7 @@ class Declarations:
 
     def enumerated(self, name: str) -> list[str]:
         """The names of an enumeration whose values count from 0."""
-        return re.findall(
-            r"\w+", re.findall(rf"^enum {name} {{(.*?)}};", self._text, re.DOTALL | re.MULTILINE)[0]
-        )
+        return re.findall(r"\w+", re.findall(rf"^enum {name} {{(.*?)}};", self._text, re.DOTALL | re.MULTILINE)[0])
 
     def numbered(self, prefix: str) -> dict[str, int]:
         """The constants whose names begin so, by the rest of their names."""

@@ -18,7 +18,9 @@ from p2p.local import LocalPeer, LocalWindow
 
 
 class NearbyEndpoint:
-    """One process's end of both. Of use from several threads, as they are.
+    """One process's end of both: an `Endpoint`, of use from several threads, as they are.
+
+    What is done with a window or a peer its own transport does.
 
     Args:
         near: To peers on this host.
@@ -32,7 +34,6 @@ class NearbyEndpoint:
 
     @property
     def page_address(self) -> int:
-        """The doorbell page of both."""
         return self.near.page_address
 
     def toward(self, link: Window | Peer) -> Endpoint[Any, Any]:
@@ -48,26 +49,19 @@ class NearbyEndpoint:
         is_near = decode(descriptor).transport is Transport.SHM
         return (self.near if is_near else self.far).connect(descriptor, timeout_s)
 
-    def put(
-        self, peer: Peer, offset: int, source: bytes | bytearray | memoryview | NDArray[np.uint8]
-    ) -> None:
-        """As the peer's transport does."""
+    def put(self, peer: Peer, offset: int, source: bytes | bytearray | memoryview | NDArray[np.uint8]) -> None:
         self.toward(peer).put(peer, offset, source)
 
     def signal(self, peer: Peer, offset: int, value: int) -> None:
-        """As the peer's transport does."""
         self.toward(peer).signal(peer, offset, value)
 
     def status(self, link: Window | Peer) -> Status:
-        """As the link's transport says."""
         return self.toward(link).status(link)
 
     def disconnect(self, peer: Peer) -> None:
-        """As the peer's transport does."""
         self.toward(peer).disconnect(peer)
 
     def progress(self) -> None:
-        """Of both."""
         self.near.progress()
         self.far.progress()
 

@@ -67,7 +67,6 @@ class NixlWindow(Window):
 
     @property
     def liveness_fd(self) -> int:
-        """Hangs up when the peer can write no more; -1 once this window is closed."""
         return self._endpoint._ask(self, "p2p_link_fd", -1)
 
     def close(self) -> None:
@@ -104,12 +103,11 @@ class NixlPeer(Peer):
 
     @property
     def liveness_fd(self) -> int:
-        """Hangs up when the owner is gone; -1 once this side disconnected."""
         return self._endpoint._ask(self, "p2p_link_fd", -1)
 
     @property
     def slow(self) -> bool:
-        """Whether its channel moves bytes much more slowly than it did (native/monitor.h)."""
+        """By native/monitor.h."""
         return self._endpoint._is_slow(self)
 
 
@@ -117,7 +115,7 @@ L = TypeVar("L", NixlWindow, NixlPeer)
 
 
 class NixlEndpoint:
-    """One process's end of the nixl transport. A context manager; safe to use from several threads.
+    """One process's end of the nixl transport: an `Endpoint`. A context manager; safe to use from several threads.
 
     Args:
         name: For logs and error messages, at most 255 bytes.
@@ -165,14 +163,7 @@ class NixlEndpoint:
                 undo.callback(self.device.close)
             gpu = gpu_of(self.device) if self.device else None
             handle: int | None = self.library.p2p_carrier_new(
-                *(
-                    incarnation,
-                    names,
-                    len(rails),
-                    self._page.address,
-                    lanes,
-                    ctypes.byref(gpu) if gpu else None,
-                )
+                *(incarnation, names, len(rails), self._page.address, lanes, ctypes.byref(gpu) if gpu else None)
             )
             if handle is not None:
                 undo.pop_all()
@@ -200,14 +191,7 @@ class NixlEndpoint:
         return self._page.address
 
     def export_window(self, nbytes: int, incarnation: int | None = None) -> NixlWindow:
-        """Offer `nbytes` of zeroed memory to one peer, as the endpoint's incarnation unless given.
-
-        Takes 25 to 40 ms for each rail, and 0.5 s the first time in a process.
-
-        Raises:
-            ValueError: nbytes is out of bounds.
-            P2PError: no rail can be opened.
-        """
+        """Takes 25 to 40 ms for each rail, and 0.5 s the first time in a process. P2PError: no rail can be opened."""
         if not 1 <= nbytes <= WINDOW_LIMIT_BYTES:
             raise ValueError(f"a window of {nbytes} bytes asked for; 1 to {WINDOW_LIMIT_BYTES} needed.")
         incarnation = self.incarnation if incarnation is None else incarnation
@@ -223,9 +207,7 @@ class NixlEndpoint:
                 *(carrier, memory.address, nbytes, incarnation, token, error, len(error))
             )
             if link is None:
-                raise P2PError(
-                    f"{self._rails_text()} cannot be opened: {error.value.decode()}. {self._devices_text()}"
-                )
+                raise P2PError(f"{self._rails_text()} cannot be opened: {error.value.decode()}. {self._devices_text()}")
             address = ctypes.create_string_buffer(nixl_native.LINK_ADDRESS_BYTES)
             length = self.library.p2p_link_address(link, address)
             if not length:
@@ -245,11 +227,9 @@ class NixlEndpoint:
             return self._adopt(NixlWindow(self, offer, memory, link), memory, undo)
 
     def connect(self, descriptor: bytes, timeout_s: float = CONNECT_S) -> NixlPeer:
-        """Join the window that the descriptor invites to, over every rail that answers in time.
+        """Join over every rail that answers in time; ConnectRefused does not say which of its reasons it is.
 
         Raises:
-            DescriptorInvalid: these bytes are no descriptor, or of another transport.
-            ConnectRefused: the owner is gone, does not answer in time, or refuses: which of them, it does not say.
             OSError: there is no address space for an image of the window.
         """
         offer = decode(descriptor)
@@ -257,9 +237,7 @@ class NixlEndpoint:
             raise DescriptorInvalid(f"a {offer.transport.name} descriptor; this endpoint speaks NIXL.")
         error = ctypes.create_string_buffer(nixl_native.ERROR_BYTES)
         with self._carrier.call() as carrier, ExitStack() as undo:
-            image = (
-                PinnedMemory(self.device, offer.nbytes) if self.device else HostMemory.allocate(offer.nbytes)
-            )
+            image = PinnedMemory(self.device, offer.nbytes) if self.device else HostMemory.allocate(offer.nbytes)
             undo.callback(image.close)
             link = self.library.p2p_link_connect(
                 *(carrier, image.address, offer.nbytes, offer.incarnation, offer.token),
@@ -273,16 +251,8 @@ class NixlEndpoint:
                 )
             return self._adopt(NixlPeer(self, offer, image, link), image, undo)
 
-    def put(
-        self, peer: NixlPeer, offset: int, source: bytes | bytearray | memoryview | NDArray[np.uint8]
-    ) -> None:
-        """Send bytes into the peer's window; they are there when a later signal is.
-
-        Raises:
-            ValueError: they would not fit.
-            EndpointClosed: this side disconnected.
-            PeerGone: the owner has ended or withdrew the window, or there is no memory to note the write.
-        """
+    def put(self, peer: NixlPeer, offset: int, source: bytes | bytearray | memoryview | NDArray[np.uint8]) -> None:
+        """They are there when a later signal is. PeerGone: also where there is no memory to note the write."""
         data = np.frombuffer(source, dtype=np.uint8)
         if offset < 0 or offset + len(data) > peer.nbytes:
             raise ValueError(f"{len(data)} bytes at {offset} do not lie in a window of {peer.nbytes}.")
@@ -293,13 +263,6 @@ class NixlEndpoint:
             self._require_room(peer, self.library.p2p_link_put(peer._link, offset, len(data)))
 
     def signal(self, peer: NixlPeer, offset: int, value: int) -> None:
-        """Send a signal word: whoever sees it sees every earlier put as well.
-
-        Raises:
-            ValueError: the word would lie outside the window or off 8 bytes.
-            EndpointClosed: this side disconnected.
-            PeerGone: the owner has ended or withdrew the window, or there is no memory to note the write.
-        """
         check_words(peer.nbytes, offset)
         with self._lock:
             peer._require_open()
@@ -311,7 +274,6 @@ class NixlEndpoint:
         self._carrier.progress()
 
     def status(self, link: NixlWindow | NixlPeer) -> Status:
-        """GONE once the other side has ended, disconnected or withdrawn, or this side has closed the link."""
         return Status.ALIVE if self._ask(link, "p2p_link_alive", 0) else Status.GONE
 
     def monitor(self, peer: NixlPeer) -> Monitor:

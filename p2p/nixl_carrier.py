@@ -20,7 +20,6 @@ class Carrier:
 
     Args:
         handle: From p2p_carrier_new; this object frees it.
-        page: Memory that the carrier uses.
         device: Where its windows lie, if not in host memory; this object closes it.
         gpu: The same, as the carrier knows it.
     """

@@ -74,14 +74,6 @@ _REFUSALS: Final = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Hello:
-    """Who connects, and with which token."""
-
-    incarnation: int
-    token: bytes
-
-
 def create_memory(label: str, nbytes: int) -> int:
     """A memfd of `nbytes` zeros that nobody can resize any more.
 
@@ -166,9 +158,7 @@ def call(
         return link, window, page
     except OSError as error:
         link.close()
-        raise ConnectRefused(
-            f"{descriptor.name} does not answer: {error}. Is its process running?"
-        ) from error
+        raise ConnectRefused(f"{descriptor.name} does not answer: {error}. Is its process running?") from error
     except BaseException:
         link.close()
         raise
@@ -203,10 +193,10 @@ class Acceptor:
 
     Args:
         address: Where to listen.
-        admit: Called on that thread with each complete hello and its link, which is then the callee's.
+        admit: Called on that thread with each hello's incarnation and token, and its link, which then is the callee's.
     """
 
-    def __init__(self, address: bytes, admit: Callable[[Hello, socket.socket], None]) -> None:
+    def __init__(self, address: bytes, admit: Callable[[int, bytes, socket.socket], None]) -> None:
         self._admit = admit
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._selector = selectors.DefaultSelector()
@@ -235,9 +225,7 @@ class Acceptor:
 
     def _serve_once(self) -> bool:
         callers = [key for key in self._selector.get_map().values() if key.data]
-        timeout_s = (
-            max(0.0, min(key.data.deadline_s for key in callers) - time.monotonic()) if callers else None
-        )
+        timeout_s = max(0.0, min(key.data.deadline_s for key in callers) - time.monotonic()) if callers else None
         for key, _ in self._selector.select(timeout_s):
             if key.fileobj is self._wake:
                 return False
@@ -292,7 +280,7 @@ class Acceptor:
             answer(link, Verdict.VERSION)
             link.close()
             return
-        self._admit(Hello(incarnation=incarnation, token=token), link)
+        self._admit(incarnation, token, link)
 
     def _drop(self, link: object) -> None:
         if isinstance(link, socket.socket):

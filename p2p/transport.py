@@ -39,12 +39,7 @@ class TransportChoice:
         name, colon, rest = way.removeprefix("shm+" if near else "").partition(":")
         listed = tuple(rest.split(",")) if colon else ()
         device = _device_of(place if at else way)
-        if (
-            name == "nixl"
-            and all(listed)
-            and len(set(listed)) == len(listed)
-            and (device is not None or not at)
-        ):
+        if name == "nixl" and all(listed) and len(set(listed)) == len(listed) and (device is not None or not at):
             return cls(transport=Transport.NIXL, rails=listed, device=device, near=near)
         if device is not None and not at:
             return cls(transport=Transport.CUDA, device=device)

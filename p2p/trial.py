@@ -55,9 +55,7 @@ def try_out(choice: str, limit_s: float = LIMIT_S) -> Trial:
     try:
         # From where this package lies: another p2p may lie in the working directory.
         root = Path(__file__).resolve().parent.parent
-        with subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root
-        ) as child:
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root) as child:
             # Whatever is awaited of a process that has ended comes to an end too.
             timer = threading.Timer(limit_s, child.kill)
             timer.start()
@@ -72,17 +70,13 @@ def try_out(choice: str, limit_s: float = LIMIT_S) -> Trial:
         endpoint.close()
 
 
-def _measure(
-    choice: str, endpoint: Endpoint[Any, Any], child: subprocess.Popen[str], limit_s: float
-) -> Trial:
+def _measure(choice: str, endpoint: Endpoint[Any, Any], child: subprocess.Popen[str], limit_s: float) -> Trial:
     end_s = time.monotonic() + limit_s
     window = endpoint.export_window(_WINDOW_BYTES)
     print(window.descriptor.hex(), file=child.stdin, flush=True)
     offered = child.stdout.readline().strip() if child.stdout else ""
     if not offered:
-        raise ValueError(
-            f"the other process ended, or said nothing in {limit_s:g} s; what it said otherwise is above."
-        )
+        raise ValueError(f"the other process ended, or said nothing in {limit_s:g} s; what it said otherwise is above.")
     peer = endpoint.connect(bytes.fromhex(offered))
     data = np.arange(BULK_BYTES, dtype=np.uint8)
 

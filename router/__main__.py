@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from functools import partial
 
 import grpc
 from grpc_health.v1 import health, health_pb2_grpc
@@ -19,7 +20,7 @@ from router.config import RouterOptions
 from router.etcd import Etcd, EtcdInvalid
 from router.etcd_store import ClusterInvalid, Election, EtcdStore, prefix_of
 from router.heartbeat import ending
-from router.journal import Journal, JournalUnusable, Store
+from router.journal import Journal, JournalUnusable, Store, read_entries
 from router.keda import SERVICE as KEDA_SERVICE
 from router.keda import ExternalScaler
 from router.messages import SERVICE
@@ -76,7 +77,14 @@ async def serve(
     """
     credentials = child.credentials(options, ROUTER)
     name = f"router/{options.number}"
-    service = RouterService(config, store, election=election, allow_chaos=options.allow_chaos, name=name)
+    service = RouterService(
+        config,
+        store,
+        election=election,
+        allow_chaos=options.allow_chaos,
+        name=name,
+        named=partial(read_entries, options.models_file),
+    )
     # gRPC's newer way to read hands each message from thread to thread: with 600 members a quarter of what they cost.
     os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_listener")
     server = grpc.aio.server(
@@ -93,9 +101,7 @@ async def serve(
     )
     try:
         at = host_port(options.bound_host, options.port)
-        bound = (
-            server.add_secure_port(at, credentials.server()) if credentials else server.add_insecure_port(at)
-        )
+        bound = server.add_secure_port(at, credentials.server()) if credentials else server.add_insecure_port(at)
     except RuntimeError as error:
         raise CannotListen(
             f"port {options.port} of {options.bound_host} cannot be used ({error}): "
@@ -119,9 +125,7 @@ async def serve(
     await server.start()
     address = host_port(options.told_host, bound)
     # A commit to etcd may wait for the network, and is judged by the lease there.
-    heartbeat = ending(
-        lambda: service.turns, bound_s=_HUNG_S if election is None else _LONGEST_S, longest_s=_LONGEST_S
-    )
+    heartbeat = ending(lambda: service.turns, bound_s=_HUNG_S if election is None else _LONGEST_S, longest_s=_LONGEST_S)
     heartbeat.start()
     working = {asyncio.create_task(each) for each in (service.run(), stop.wait(), service.retired.wait())}
     if election is not None:
@@ -149,6 +153,7 @@ async def serve(
 async def run(options: RouterOptions) -> None:
     """Serve until SIGTERM or SIGINT. Raises START_ERRORS."""
     bounds = autoscale_bounds(options.autoscale)
+    name, _, path = options.first_model.partition("=")
     config = Config(
         experts_wanted=options.experts,
         attention_wanted=options.attention,
@@ -158,6 +163,8 @@ async def run(options: RouterOptions) -> None:
         autoscale={pool: Policy(least=least, most=most) for pool, (least, most) in bounds.items()},
         redundant=options.redundant_experts,
         lease_s=options.lease_s,
+        sleep_after_s=options.sleep_after_s,
+        first_model=(name, path),
     )
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -128,6 +128,8 @@ CALLERS: dict[str, frozenset[str]] = {
     "/router.v1.Router/ReportExit": frozenset({LAUNCHER}),
     "/router.v1.Router/Launches": frozenset({LAUNCHER}),
     "/router.v1.Router/Scale": _OPERATOR,
+    "/router.v1.Router/AddModel": _OPERATOR | {LAUNCHER},
+    "/router.v1.Router/RemoveModel": _OPERATOR,
     "/router.v1.Router/Retire": _MEMBERS - {CLIENT} | {OPERATOR},
     "/router.v1.Router/Status": _MEMBERS | {LAUNCHER, OPERATOR},
     "/router.v1.Router/Inject": _OPERATOR,

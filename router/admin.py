@@ -50,11 +50,12 @@ from router.faults import Fault, FaultInvalid, FaultRefused, Injection
 from router.injection import ChaosNotAllowed, TooManyFaults
 from router.journal import JournalUnusable
 from router.metrics import CONTENT_TYPE, RouterMetrics
+from router.models import groups, named
 from router.pools import pool_size
 from router.records import view_of
 from router.retiring import OPERATION, is_operation, retirement
 from router.service import CallRefused, CannotListen, RouterService
-from router.state import LAUNCHED_POOLS, Config
+from router.state import Config
 from router.tls import Credentials, peer_role
 
 log = logging.getLogger(__name__)
@@ -132,10 +133,7 @@ class AdminApp:
         )
 
     async def __call__(
-        self,
-        scope: dict[str, Any],
-        receive: Callable[[], Awaitable[Any]],
-        send: Callable[[Any], Awaitable[None]],
+        self, scope: dict[str, Any], receive: Callable[[], Awaitable[Any]], send: Callable[[Any], Awaitable[None]]
     ) -> None:
         if scope["type"] != "http":
             return
@@ -164,15 +162,15 @@ class AdminApp:
         self._check_key(request.headers.get("authorization", ""))
         pages: dict[str, Callable[[], Response]] = {
             "/metrics": lambda: Response(self._metrics.page(), headers={"content-type": CONTENT_TYPE}),
-            "/admin/pools": lambda: JSONResponse({"pools": [self._pool(name) for name in LAUNCHED_POOLS]}),
-            "/admin/experts": lambda: JSONResponse({"rows": self._rows()}),
+            "/admin/pools": lambda: JSONResponse({"pools": [self._pool(name) for name in groups(self._router.state)]}),
+            "/admin/experts": lambda: JSONResponse(self._rows()),
         }
         if path in pages:
             _check_method(method, "GET", "HEAD")
             return pages[path]()
         if found := re.fullmatch("/admin/faults(?:/(.+))?", path):
             return await self._faults(request, found[1] or "")
-        if found := re.fullmatch("/admin/pools/([^/]*)/scale", path):
+        if found := re.fullmatch("/admin/pools/(.*)/scale", path):
             return await self._scale(request, found[1])
         if found := re.fullmatch("/admin/members/(.+)/retire", path):
             return await self._retire(request, found[1])
@@ -185,8 +183,8 @@ class AdminApp:
         return {"pool": name, **asdict(size), "is_scaling": size.is_scaling}
 
     async def _scale(self, request: Request, pool: str) -> Response:
-        if pool not in LAUNCHED_POOLS:
-            needed = f"one of {', '.join(LAUNCHED_POOLS)}"
+        if pool not in (pools := groups(self._router.state)):
+            needed = f"one of {', '.join(pools)}"
             raise _Refused(404, f"pool {pool!r}", needed, "GET /admin/pools lists them")
         _check_method(request.method, "GET", "HEAD", "PUT")
         if request.method == "PUT":
@@ -194,7 +192,7 @@ class AdminApp:
             try:
                 self._router.scale(Scale(pool=pool, wanted=wanted, drain_s=drain_s))
             except CallRefused as refused:
-                least, most = self._config.bounds(pool)
+                least, most = self._config.bounds(pool.partition(":")[0])
                 do = "PUT a size within the bounds"
                 raise _Refused(409, f"wanted {wanted}", f"{least} to {most}", do, str(refused)) from None
         return JSONResponse(self._pool(pool))
@@ -214,13 +212,17 @@ class AdminApp:
             raise _Refused(404, f"{name}, which nobody retires,", "one that is retired", "POST here to begin")
         return JSONResponse(asdict(found))
 
-    def _rows(self) -> list[list[int]]:
-        model, rows = self._router.state.model, self._router.counts.rows
-        known = model.layers > 0 and len(rows) == model.layers * model.experts
-        return rows.reshape(model.layers, -1).tolist() if known else []
+    def _rows(self) -> dict[str, Any]:
+        """Of the first model; where models have names, of each."""
+        rows, found = self._router.counts.rows, dict[str, list[list[int]]]()
+        for model in named(self._config, self._router.state):
+            own = rows[model.base :][: model.layers * model.experts]
+            known = len(own) == model.layers * model.experts > 0
+            found[model.name] = own.reshape(model.layers, -1).tolist() if known else []
+        first = {"rows": next(iter(found.values()), [])}
+        return first | {"models": found} if any(found) else first
 
     async def _faults(self, request: Request, id: str) -> Response:
-        """Everything under /admin/faults."""
         injections = self._router.injections
         if not injections.allowed:
             do = "start router and members with --allow-chaos, where faults may be injected"
@@ -229,13 +231,10 @@ class AdminApp:
         if request.method == "DELETE":
             return JSONResponse({"cleared": injections.clear(urllib.parse.unquote(id))})
         if request.method != "POST":
-            members = view_of(self._config, self._router.state).members
-            return JSONResponse(
-                {
-                    "faults": [_injected(injection) for injection in injections.known()],
-                    "members": [{"name": m.name, "pool": m.pool, "state": m.state} for m in members],
-                }
-            )
+            shown = view_of(self._config, self._router.state).members
+            members = [{"name": m.name, "pool": m.pool, "state": m.state} for m in shown]
+            faults = [_injected(injection) for injection in injections.known()]
+            return JSONResponse({"faults": faults, "members": members})
         names, said = _read_fault(await _read_body(request))
         try:
             return JSONResponse(_injected(await injections.inject(names, Fault.from_dict(said))))
@@ -333,11 +332,7 @@ def _read_fault(body: bytes) -> tuple[list[str], dict[str, Any]]:
 
 
 def _injected(injection: Injection) -> dict[str, Any]:
-    return {
-        "fault": injection.fault.to_dict(),
-        "names": list(injection.names),
-        "remaining_s": injection.remaining_s,
-    }
+    return {"fault": injection.fault.to_dict(), "names": list(injection.names), "remaining_s": injection.remaining_s}
 
 
 class _Connection(H11Protocol):
@@ -410,6 +405,5 @@ def listen(
         return AdminListener(app, bound, port, credentials)
     except OSError as error:
         raise CannotListen(
-            f"port {port} of {bound} cannot be used for --admin-port ({error}): "
-            f"stop what listens there or give another"
+            f"port {port} of {bound} cannot be used for --admin-port ({error}): stop what listens there or give another"
         ) from error

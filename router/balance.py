@@ -19,9 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from router.bitmap import indexes
+from router.models import awake, width
 from router.records import by_class, pool, replace
 from router.state import Config, MemberRecord, Seen, State
-from router.view import EXPERT
+from router.view import EXPERT, Model
 
 Array = NDArray[np.float64]
 
@@ -110,12 +111,7 @@ def observe(seen: Seen | None, rows: Sequence[int] | Array) -> Seen:
 
 
 def improve(
-    *,
-    load: Array,
-    spread: Array | float,
-    holders: Sequence[int],
-    servers: Sequence[Server],
-    rules: Rules = Rules(),
+    *, load: Array, spread: Array | float, holders: Sequence[int], servers: Sequence[Server], rules: Rules = Rules()
 ) -> Change:
     """Moves that make the busiest server of one layer less busy.
 
@@ -342,8 +338,7 @@ class _Search:
             return True
         # Its last copies tie these servers together.
         return all(
-            len(self._neighbours(server) | {*indexes(left)} - {server}) <= NEIGHBOURS
-            for server in indexes(left)
+            len(self._neighbours(server) | {*indexes(left)} - {server}) <= NEIGHBOURS for server in indexes(left)
         )
 
     def _zones(self, mask: int) -> int:
@@ -364,27 +359,33 @@ def rebalance(config: Config, state: State) -> State:
     Nothing is changed while anything moves, drains or is in doubt. A round's layers take a tick each: a search
     takes some hundredths of a second, during which the router hears nobody.
     """
-    layers = state.model.layers
+    layers = [(model, layer) for model in awake(state) for layer in range(model.layers)]
     if not config.redundant or state.routed is None or not layers:
         return state
-    if len(state.seen) != layers or state.balanced_layer >= layers:
+    # What is known may be of a model that has gone since, though there are as many layers.
+    known = [len(seen.load) for seen in state.seen] == [model.experts for model, _ in layers]
+    if not known or state.balanced_layer >= len(layers):
         if state.now_s - state.balanced_s < config.balance_s:
             return state
-        return _observe(state)
+        return _observe(state if known else replace(state, seen=()))
     if not _is_at_rest(state):
         return state
-    layer = state.balanced_layer
+    model, layer = layers[state.balanced_layer]
     for members in by_class(pool(state, EXPERT)):
-        state = _improve(config, state, layer, members)
-    return replace(state, balanced_layer=layer + 1)
+        opened = [record for record in members if record.opened >> model.number & 1]
+        state = _improve(config, state, model, layer, opened)
+    return replace(state, balanced_layer=state.balanced_layer + 1)
 
 
 def _observe(state: State) -> State:
-    layers, experts = state.model.layers, state.model.experts
-    if state.routed is None or state.routed.shape != (layers * experts,):
+    if state.routed is None or len(state.routed) < width(state):
         return state
-    rows = state.routed.reshape(layers, experts)
-    known: tuple[Seen | None, ...] = state.seen if len(state.seen) == layers else (None,) * layers
+    rows = [
+        layer
+        for model in awake(state)
+        for layer in state.routed[model.base :][: model.layers * model.experts].reshape(model.layers, -1)
+    ]
+    known: tuple[Seen | None, ...] = state.seen or (None,) * len(rows)
     seen = tuple(observe(was, now) for was, now in zip(known, rows, strict=True))
     return replace(state, seen=seen, balanced_layer=0, balanced_s=state.now_s)
 
@@ -392,15 +393,13 @@ def _observe(state: State) -> State:
 def _is_at_rest(state: State) -> bool:
     if state.suspects or state.batches or state.starts or not state.settled:
         return False
-    return not any(
-        record.draining or record.retiring or not record.ready for record in state.members.values()
-    )
+    return not any(record.draining or record.retiring or not record.ready for record in state.members.values())
 
 
-def _improve(config: Config, state: State, layer: int, records: list[MemberRecord]) -> State:
+def _improve(config: Config, state: State, model: Model, layer: int, records: list[MemberRecord]) -> State:
     """One class, of which each is taken to get its part of every expert's load."""
-    experts = state.model.experts
-    shift, mask = layer * experts, (1 << experts) - 1
+    experts = model.experts
+    shift, mask = model.base + layer * experts, (1 << experts) - 1
     shares = [record.share >> shift & mask for record in records]
     holders = [sum((share >> expert & 1) << i for i, share in enumerate(shares)) for expert in range(experts)]
     if len(records) < 2 or not all(holders):
@@ -411,14 +410,10 @@ def _improve(config: Config, state: State, layer: int, records: list[MemberRecor
     rooms = [places // len(records) + (i < places % len(records)) for i in range(len(records))]
     speeds = _speeds(state, records)
     servers = [
-        Server(
-            room=max(share.bit_count(), min(room, _fitting(state, record, layer))),
-            speed=speed,
-            zone=record.zone,
-        )
+        Server(room=max(share.bit_count(), min(room, _fitting(model, record, layer))), speed=speed, zone=record.zone)
         for record, share, room, speed in zip(records, shares, rooms, speeds, strict=True)
     ]
-    seen = state.seen[layer]
+    seen = state.seen[state.balanced_layer]
     # Who was not asked for yet may be at any time; and a search divides by what it finds.
     load = np.maximum(seen.load, 0.01 * seen.load.mean())
     rules = Rules(min_replicas=replicas, budget=config.balance_copies, least_gain=config.balance_gain)
@@ -433,11 +428,11 @@ def _improve(config: Config, state: State, layer: int, records: list[MemberRecor
     return replace(state, members=moved)
 
 
-def _fitting(state: State, record: MemberRecord, layer: int) -> int:
+def _fitting(model: Model, record: MemberRecord, layer: int) -> int:
     """Experts of one layer that fit on a server, if every layer gets the same."""
-    layers = state.model.layers
+    layers = model.layers
     if not record.capacity:
-        return state.model.experts
+        return model.experts
     return record.capacity // layers + (layer < record.capacity % layers)
 
 

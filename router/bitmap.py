@@ -1,7 +1,8 @@
 """Sets of (layer, expert) pairs as bitmaps. Pure.
 
-Bit = layer * experts + expert. Inside the router a bitmap is an int (set operations on whole placements are
-then one instruction stream); on the wire it is bytes, least significant bit of byte 0 first.
+Bit = layer * experts + expert, beyond the base of its model (router.models). Inside the router a bitmap is an int (set
+operations on whole placements are then one instruction stream); on the wire it is bytes, least significant bit of byte
+0 first.
 """
 
 from __future__ import annotations

@@ -8,7 +8,9 @@ import json
 import logging
 import os
 import signal
+import socket
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
@@ -57,6 +59,32 @@ def start(
         return run(options)
     except refusals as error:
         return _refused(options.ready_fd, error)
+
+
+def on_signals(act: Callable[[], None], *numbers: signal.Signals) -> None:
+    """From now on call `act`, on a thread of its own, for each of these signals. For the main thread alone.
+
+    A handler in Python runs wherever the main thread is, which may hold the very lock that `act` needs, as that of an
+    Event on which it waits; and not before native code returns. What C writes to a socket waits for neither.
+    """
+    read, write = socket.socketpair()
+    write.setblocking(False)
+    signal.set_wakeup_fd(write.fileno(), warn_on_full_buffer=False)
+    for number in numbers:
+        signal.signal(number, lambda *_: None)
+
+    def follow() -> None:
+        # The other end lives as long as this thread.
+        with write:
+            while True:
+                if read.recv(1)[0] not in numbers:
+                    continue
+                try:
+                    act()
+                except Exception:
+                    log.exception("signal_not_followed")
+
+    threading.Thread(target=follow, name="signals", daemon=True).start()
 
 
 def credentials(options: ChildOptions, role: str) -> Credentials | None:

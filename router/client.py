@@ -26,14 +26,7 @@ import grpc
 import numpy as np
 from numpy.typing import NDArray
 
-from router.connection import (
-    AWAY,
-    RETRY_MOST_S,
-    Connection,
-    JoinRefused,
-    OrderRefused,
-    RouterUnavailable,
-)
+from router.connection import AWAY, RETRY_MOST_S, Connection, JoinRefused, OrderRefused, RouterUnavailable
 from router.events import Exited, Join, Left, StartProcess, StopProcess, Suspected, Totals
 from router.faults import Fault, FaultRefused, FaultTaker, Injection
 from router.heartbeat import Heartbeat
@@ -41,7 +34,7 @@ from router.host import boot_s, host_id, name_thread, process_id
 from router.messages import from_message, launch_of, status_of, to_message, view_of_message
 from router.proto import router_pb2 as pb
 from router.tls import Credentials
-from router.view import EXPERT, STANDS, Identity, Member, PoolSize, Retirement, Status, View
+from router.view import CLIENT, EXPERT, STANDS, Identity, Member, Model, PoolSize, Retirement, Status, View
 
 __all__ = ["FaultRefused", "JoinRefused", "OrderRefused", "RouterClient", "RouterUnavailable"]
 
@@ -91,10 +84,10 @@ class RouterClient:
         self._pool = ""
         # Of the term that knows what this expert server holds, and of the term that answered last.
         self._told_salt = self._heard_salt = 0
-        self._held: tuple[bytes, int] = (b"", 0)
+        self._held: tuple[bytes, int, tuple[str, ...]] = (b"", 0, ())
         # This member as the newest View has it, and the epoch of the first that had it so.
         self._own: tuple[Member | None, int] = (None, 0)
-        self._loaded: tuple[Identity | None, bytes, int, int] | None = None
+        self._loaded: tuple[Identity | None, bytes, int, tuple[str, ...], int] | None = None
         self._reports = 0  # of what is held, sent so far
         # What the next renewal says beside the load. What an unanswered one said is lost: nothing but balance and
         # metrics needs it.
@@ -135,72 +128,31 @@ class RouterClient:
         return self._fenced
 
     def lease_held(self) -> bool:
-        """False when this process itself was silent for a whole lease (frozen, swapped out): it must not
-        answer until the router has told whether it is still a member. A router that does not answer never
-        ends a lease."""
+        """False when this process itself was silent for a whole lease (frozen, swapped out): it must not answer until
+        the router has told whether it is still a member. A router that does not answer never ends a lease."""
         identity = self._identity
         return identity is not None and not self._fenced and boot_s() - self._spoke_s < identity.lease_s
 
-    def join(
-        self,
-        *,
-        pool: str,
-        address: str,
-        model_hash: str = "",
-        numerics_class: str = "",
-        layers: int = 0,
-        experts: int = 0,
-        capacity: int = 0,
-        core: int = -1,
-        zone: str = "",
-        expert_bytes: int = 0,
-        pid: int | None = None,
-        host: str | None = None,
-        timeout_s: float = 30.0,
-    ) -> Identity:
+    def join(self, *, timeout_s: float = 30.0, **said: Any) -> Identity:
         """Become a member, under a new name.
 
         Args:
-            pool: "expert", "attention", "gateway" or "client".
-            address: Where peers reach this member; opaque to the router.
-            model_hash: Fingerprint of the checkpoint; that of every other member. Empty: not checked.
-            numerics_class: Of the format of the pool's, such as bf16. Empty: not checked.
-            layers, experts: Shape of the placement (MoE layers, logical experts a layer); 0 = not checked.
-            capacity: (layer, expert) pairs that this server can hold; 0 = all.
-            core: First core of its lanes, -1 if unpinned.
-            expert_bytes: Weights of one expert of one layer, as this server loads them; 0 = not known.
-            zone: What fails together with it, such as a rack; empty: nothing known.
-            pid, host: Of the member's process; this one unless given.
             timeout_s: How long to wait for a router that is not there yet.
+            said: Fields of `Join`; pid and host are those of this process unless given.
 
         Raises:
             JoinRefused: another model, shape or format of numbers; the message says which was found and needed.
             RouterUnavailable: no router answered in time, or it cannot write its journal.
         """
-        joining = Join(
-            pool=pool,
-            address=address,
-            pid=process_id() if pid is None else pid,
-            host=host_id() if host is None else host,
-            model_hash=model_hash,
-            numerics_class=numerics_class,
-            layers=layers,
-            experts=experts,
-            capacity=capacity,
-            core=core,
-            zone=zone,
-            expert_bytes=expert_bytes,
-        )
+        joining = Join(**{"pid": process_id(), "host": host_id()} | said)
         sent_s = boot_s()
-        reply = self._connection.call(
-            self._stub.Join, to_message(joining), timeout_s, JoinRefused, _REFUSALS[:2]
-        )
+        reply = self._connection.call(self._stub.Join, to_message(joining), timeout_s, JoinRefused, _REFUSALS[:2])
         with self._lock:
             self._acked = 0
             self._salts = []
-            self._pool = pool
+            self._pool = joining.pool
             self._told_salt = self._heard_salt = reply.salt
-            self._held = (b"", 0)
+            self._held = (b"", 0, ())
             self._loaded = None
             # Nothing of it is to be said under another name.
             self._routed, self._totals = None, ()
@@ -259,19 +211,19 @@ class RouterClient:
             self._acked = epoch
         self._wake.set()
 
-    def loaded(self, held: bytes, epoch: int) -> None:
+    def loaded(self, held: bytes, epoch: int, opened: tuple[str, ...] = ()) -> None:
         """Say which experts are held, verified. Does not block; sent until the router has it, the newest only.
 
         Args:
             held: Bitmap of the (layer, expert) pairs held, as in `Member.target`.
-            epoch: Of the newest View whose target had been applied (what it no longer names, no longer
-                served).
+            epoch: Of the newest View whose target had been applied (what it no longer names, no longer served).
+            opened: Hashes of the models of which it can hold experts, beyond that with which it joined.
         """
         with self._lock:
-            if held == self._held[0] and self._own[1] <= self._held[1]:
+            if (held, opened) == (self._held[0], self._held[2]) and self._own[1] <= self._held[1]:
                 return  # The router changed nothing of this member since that was said.
-            self._held = (held, epoch)
-            self._loaded = (self._identity, held, epoch, self._heard_salt)
+            self._held = (held, epoch, opened)
+            self._loaded = (self._identity, *self._held, self._heard_salt)
         self._wake.set()
 
     def routed(self, rows: NDArray[np.uint32], activated: NDArray[np.uint32]) -> None:
@@ -305,6 +257,36 @@ class RouterClient:
         request = pb.ScaleRequest(pool=pool, wanted=wanted, drain_s=drain_s or 0.0)
         reply = self._connection.call(self._stub.Scale, request, timeout_s, OrderRefused, _REFUSALS)
         return from_message(PoolSize, reply.pool)
+
+    def add_model(self, model: Model, attention: int = 1, numerics_class: str = "", timeout_s: float = 5.0) -> Model:
+        """Have the pool serve one more model; of one that it serves, change name, path, weight and workers.
+
+        Args:
+            model: Its hash, name, path, shape, expert_bytes and weight.
+            attention: Attention workers wanted of it.
+            numerics_class: Of its experts on servers of this pool.
+
+        Returns:
+            The model as it is served, with its number and base.
+
+        Raises:
+            OrderRefused: it does not fit beside the others, or not for this process's role; the message says why.
+            RouterUnavailable: no router answered in time, or it cannot write its journal.
+        """
+        request = pb.AddModelRequest(model=to_message(model), attention=attention, numerics_class=numerics_class)
+        reply = self._connection.call(self._stub.AddModel, request, timeout_s, OrderRefused, _REFUSALS)
+        return from_message(Model, reply)
+
+    def remove_model(self, name: str, timeout_s: float = 5.0) -> Model:
+        """Have a model take no new requests, and go once those under way have ended.
+
+        Raises:
+            OrderRefused: no such model, or not for this process's role; the message says which.
+            RouterUnavailable: no router answered in time, or it cannot write its journal.
+        """
+        request = pb.RemoveModelRequest(name=name)
+        reply = self._connection.call(self._stub.RemoveModel, request, timeout_s, OrderRefused, _REFUSALS)
+        return from_message(Model, reply)
 
     def retire(self, name: str, operation: str = "", timeout_s: float = 5.0) -> Retirement:
         """Have a member go once others do all of its work; asked again: how far that has come.
@@ -352,7 +334,7 @@ class RouterClient:
     def leave(self, drain: bool = False, timeout_s: float = 1.0) -> None:
         """Stop being a member: at once, or (drain) once its work is done elsewhere, which ends in `on_drained`.
 
-        Raises RouterUnavailable; the lease then ends by itself.
+        Where no router answers in time the lease ends by itself.
         """
         identity = self._identity
         if identity is None or self._fenced:
@@ -360,11 +342,13 @@ class RouterClient:
         going = Left(name=identity.name, incarnation=identity.incarnation, drain=drain)
         if not drain:
             self._fenced = True
-        self._connection.call(self._stub.Leave, to_message(going), timeout_s)
+        try:
+            self._connection.call(self._stub.Leave, to_message(going), timeout_s)
+        except RouterUnavailable as error:
+            log.info("leave_unanswered name=%s reason=%s", going.name, error)
 
     def report_exit(self, host: str, pid: int, pool: str = "", timeout_s: float = 5.0) -> str:
-        """Say that a process has ended. Returns the name of the member that it was, or "". Raises
-        RouterUnavailable.
+        """Say that a process has ended. Returns the name of the member that it was, or "". Raises RouterUnavailable.
 
         Args:
             host: `host_id()` of the machine.
@@ -380,8 +364,7 @@ class RouterClient:
 
         Args:
             host: `host_id()` of the machine.
-            starting: Processes by pool that were started here and have not joined; asked at each
-                (re)connection.
+            starting: Processes by pool that were started here and have not joined; asked at each (re)connection.
         """
         for command in self._connection.stream(
             lambda: self._stub.Launches(pb.LaunchesRequest(host=host, starting=dict(starting())))
@@ -426,12 +409,7 @@ class RouterClient:
                 if self._closed.is_set():
                     return
                 if error.code() not in AWAY:
-                    log.warning(
-                        "report_failed name=%s code=%s detail=%s",
-                        identity.name,
-                        error.code(),
-                        error.details(),
-                    )
+                    log.warning("report_failed name=%s code=%s detail=%s", identity.name, error.code(), error.details())
                 wait_s = min(identity.renew_s, RETRY_MOST_S)
             except ValueError:  # what grpc raises over a channel that was closed meanwhile
                 if self._closed.is_set():
@@ -466,9 +444,7 @@ class RouterClient:
         load = self._present_load()
         outbox = self._outbox
         if outbox is None or not outbox.empty():
-            return (
-                None  # There is no stream, or it takes nothing now; what is left of the lease is for another.
-            )
+            return None  # There is no stream, or it takes nothing now; what is left of the lease is for another.
         with self._lock:
             acked, seen = self._acked, self._view.epoch if self._view is not None else 0
             salt = next((salt for first, salt in reversed(self._salts) if first <= acked), 0)
@@ -500,9 +476,7 @@ class RouterClient:
         if reply.incarnation != identity.incarnation:
             return
         if reply.fenced:
-            self._fence(
-                identity, reply.drained, reply.reason or "its lease ended or its process was reported dead"
-            )
+            self._fence(identity, reply.drained, reply.reason or "its lease ended or its process was reported dead")
             return
         with self._lock:
             self._heard_salt = reply.salt
@@ -549,7 +523,7 @@ class RouterClient:
         # What a member holds must not be said, and so lost, under the name that it had before.
         if loaded is None or loaded[0] is not identity:
             return
-        _, held, epoch, salt = loaded
+        _, held, epoch, opened, salt = loaded
         # One that nobody answered in time may come after the next.
         self._reports += 1
         request = pb.LoadedRequest(
@@ -559,6 +533,7 @@ class RouterClient:
             epoch=epoch,
             salt=salt,
             number=self._reports,
+            opened=opened,
         )
         reply = self._stub.Loaded(request, timeout=identity.lease_s / 2)
         if reply.stale:
@@ -602,8 +577,7 @@ class RouterClient:
                 if watching is not None:
                     watching.cancel()
                 continue
-            # A restarted router may for a moment know less than the one before it published.
-            if self._view is not None and view.epoch < self._view.epoch:
+            if self._view is not None and view.epoch < self._view.epoch and not self._begins_anew(view):
                 log.warning("view_ignored epoch=%d newest=%d", view.epoch, self._view.epoch)
                 continue
             with self._lock:
@@ -621,6 +595,19 @@ class RouterClient:
                     self._on_view(view)
                 except Exception:
                     log.exception("on_view_failed epoch=%d", view.epoch)
+
+    def _begins_anew(self, view: View) -> bool:
+        """Whether to follow a View although its epoch is lower: a term that was never seen before has an older journal.
+
+        A term counts on from the epochs that its members saw, who therefore never need to. Any program may be a client,
+        so what that saw counts for nothing: its routes are those of the term before, and it is to join anew.
+        """
+        identity = self._identity
+        if view.salt in (0, *(salt for _, salt in self._salts)):
+            return False
+        if identity is not None and self._pool == CLIENT:
+            self._fence(identity, False, "the router has lost the journal of its term")
+        return identity is None
 
     def _obey(self, faults: FaultTaker, order: pb.FaultOrder) -> None:
         try:

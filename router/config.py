@@ -110,12 +110,8 @@ class EtcdOptions(Options):
 class PoolsOptions(ExpertPoolOptions, EtcdOptions):
     """Pools, and who looks after them"""
 
-    attention: int = option(
-        1, "Attention workers wanted; with 0, requests wait until the pool grows.", least=0
-    )
-    redundant_experts: int = option(
-        0, "Copies in each layer beyond the replicas; they follow the load.", least=0
-    )
+    attention: int = option(1, "Attention workers wanted; with 0, requests wait until the pool grows.", least=0)
+    redundant_experts: int = option(0, "Copies in each layer beyond the replicas; they follow the load.", least=0)
     autoscale: tuple[str, ...] = option(
         (),
         "Let the size of a pool follow its load, such as expert:1..6; once for each pool.",
@@ -123,6 +119,12 @@ class PoolsOptions(ExpertPoolOptions, EtcdOptions):
         repeats=True,
     )
     lease_s: float = option(Config.lease_s, "Silence that ends a membership.", above=0)
+    sleep_after_s: float = option(
+        0.0,
+        "Let the expert servers give up the memory of a model that nobody has asked for so long; the next request "
+        "waits until they have it again. 0: never.",
+        least=0,
+    )
     etcd: str = option(
         "",
         "Addresses of the etcd that keeps the routers' state, http on loopback, https elsewhere; with it several "
@@ -144,9 +146,7 @@ class PoolsOptions(ExpertPoolOptions, EtcdOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.admin_key_file is not None and self.admin_port is None:
-            raise OptionsInvalid(
-                "--admin-key-file without --admin-port: there is no listener to ask for the key."
-            )
+            raise OptionsInvalid("--admin-key-file without --admin-port: there is no listener to ask for the key.")
         autoscale_bounds(self.autoscale)
 
 
@@ -162,36 +162,44 @@ class RouterOptions(PoolsOptions, ListenerOptions):
     store: str = option(
         "sqlite", "Where the state lives; with etcd, several routers stand by.", choices=("sqlite", "etcd")
     )
-    journal: Path | None = option(
-        None, "SQLite file of --store sqlite; made where it is missing.", metavar="FILE"
-    )
+    journal: Path | None = option(None, "SQLite file of --store sqlite; made where it is missing.", metavar="FILE")
     cluster: str = option("eaas", "Name of this cluster in etcd.", metavar="NAME")
+    models_file: Path | None = option(
+        None,
+        "JSON of models to serve where the state does not know them, as after its loss; `eaas serve` keeps it.",
+        metavar="FILE",
+    )
+    first_model: str = option(
+        "",
+        "Name and folder with which gateways and servers are started, where they are of one model that nobody adds. "
+        "Without it another may be added under its name.",
+        metavar="NAME=PATH",
+    )
     number: int = option(0, "This router is called router/NUMBER.", least=0)
     admin_host: str = option(
-        LOOPBACK,
-        "IP address of --admin-port; one that others can reach needs --tls-dir and a key.",
-        metavar="IP",
+        LOOPBACK, "IP address of --admin-port; one that others can reach needs --tls-dir and a key.", metavar="IP"
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.first_model and "=" not in self.first_model:
+            raise OptionsInvalid(f"--first-model {self.first_model}: NAME=PATH needed, such as chat=/models/chat.")
         needed = "etcd" if self.store == "etcd" else "journal"
         if not getattr(self, needed):
             raise OptionsInvalid(f"--store {self.store} needs --{needed}; give it.")
         if self.etcd and self.store != "etcd":
-            raise OptionsInvalid(
-                "--etcd without --store etcd: the state would be kept in --journal alone. Give both."
-            )
+            raise OptionsInvalid("--etcd without --store etcd: the state would be kept in --journal alone. Give both.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LauncherOptions(JoinOptions):
     """Carry out the router's orders to start and stop processes with a command or a webhook.
 
-    The command finds EAAS_ACTION (start or stop), EAAS_POOL (expert or attention), EAAS_ROUTER, EAAS_HOST, EAAS_PID,
-    EAAS_ORDER and for a stop EAAS_MEMBER in its environment; the webhook gets the same as JSON. A process started so
-    must have EAAS_HOST and EAAS_PID in its own environment: the order to stop it has the same EAAS_PID. A process of
-    this machine without that EAAS_HOST is never ordered to stop.
+    The command finds EAAS_ACTION (start or stop), EAAS_POOL (expert or attention; to start a worker of another model
+    than the first, attention:NAME), EAAS_ROUTER, EAAS_HOST, EAAS_PID, EAAS_ORDER and for a stop EAAS_MEMBER in its
+    environment; the webhook gets the same as JSON. A process started so must have EAAS_HOST and EAAS_PID in its own
+    environment: the order to stop it has the same EAAS_PID. A process of this machine without that EAAS_HOST is never
+    ordered to stop.
 
     Example:
       eaas launcher --router 127.0.0.1:7000 --exec 'if [ $EAAS_ACTION = stop ]; then kill -9 $EAAS_PID;
@@ -219,10 +227,6 @@ class LauncherOptions(JoinOptions):
         if bool(self.exec) == bool(self.webhook):
             raise OptionsInvalid("One of --exec and --webhook is needed: how orders are carried out.")
         if self.webhook and not self.host:
-            raise OptionsInvalid(
-                "--webhook starts processes elsewhere: give --host NAME, which they get as EAAS_HOST."
-            )
+            raise OptionsInvalid("--webhook starts processes elsewhere: give --host NAME, which they get as EAAS_HOST.")
         if self.webhook_key_file and not self.webhook:
-            raise OptionsInvalid(
-                "--webhook-key-file with --exec: there is no POST to send the key with; leave it out."
-            )
+            raise OptionsInvalid("--webhook-key-file with --exec: there is no POST to send the key with; leave it out.")

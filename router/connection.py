@@ -32,12 +32,7 @@ _OPTIONS = (
     *PLAIN,
     (
         "grpc.service_config",
-        json.dumps(
-            {
-                "loadBalancingConfig": [{"round_robin": {}}],
-                "healthCheckConfig": {"serviceName": LEADER},
-            }
-        ),
+        json.dumps({"loadBalancingConfig": [{"round_robin": {}}], "healthCheckConfig": {"serviceName": LEADER}}),
     ),
 )
 
@@ -155,11 +150,7 @@ class Connection:
                 if error.code() in codes:
                     raise refused(error.details()) from None
                 # To somebody without a certificate a router with TLS looks like one that is away.
-                proof = (
-                    ""
-                    if self._credentials
-                    else ", or name a folder of certificates where the cluster has TLS"
-                )
+                proof = "" if self._credentials else ", or name a folder of certificates where the cluster has TLS"
                 raise RouterUnavailable(
                     f"{type(request).__name__.removesuffix('Request')}: the router at {self.address} did not answer "
                     f"({error.code().name}: {error.details()}); see that it runs and that the address is right{proof}"

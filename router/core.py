@@ -7,57 +7,32 @@ and processes ordered when a pool is too small (router.lifecycle).
 
 from __future__ import annotations
 
-from router import lifecycle, moves, retiring
+from dataclasses import replace as with_fields
+
+import numpy as np
+
+from router import events, lifecycle, models, moves, retiring
 from router.balance import rebalance
-from router.events import (
-    LONGEST_DRAIN_S,
-    Acked,
-    Command,
-    Event,
-    Exited,
-    Fenced,
-    Join,
-    Joined,
-    LauncherAttached,
-    LauncherDetached,
-    Left,
-    Loaded,
-    Publish,
-    Refused,
-    Renewed,
-    Retire,
-    Routed,
-    Scale,
-    Scaled,
-    Stale,
-    Started,
-    Suspected,
-    Tick,
-    UnknownMember,
-)
 from router.liveness import discount_stall, judge_corruption, judge_silence, record_suspicion, renew
 from router.pools import autoscale
-from router.records import fence, is_member, pool, replace, with_liveness, with_record
+from router.records import fence, pool, replace, with_liveness, with_record
 from router.state import (
     COUNT_BITS,
     LAUNCHED_POOLS,
+    MOST_EXPERT_BYTES,
+    MOST_PAIRS,
     NAMED_POOLS,
     Config,
     Liveness,
     MemberRecord,
-    Model,
     State,
 )
-from router.view import ASKING_POOLS, CLIENT, EXPERT, GATEWAY, PROTOCOL, can_mix
+from router.view import ASKING_POOLS, ATTENTION, CLIENT, EXPERT, GATEWAY, PROTOCOL, Model, can_mix
 
-# What is kept of a process must be of a size that the journal and every View can bear: the largest model known has
-# 61 layers with 384 experts, 23,424 pairs.
-_MOST_PAIRS = 1 << 20
-_MOST_EXPERT_BYTES = 1 << 40
 _LONGEST = 256
 
 
-def step(config: Config, state: State, event: Event, now_s: float) -> tuple[State, list[Command]]:
+def step(config: Config, state: State, event: events.Event, now_s: float) -> tuple[State, list[events.Command]]:
     """The state after an event, and what to do about it.
 
     Args:
@@ -67,26 +42,26 @@ def step(config: Config, state: State, event: Event, now_s: float) -> tuple[Stat
         The new state and the commands, in order. Commands are void unless the durable part of the state is
         committed.
     """
-    commands: list[Command] = []
+    commands: list[events.Command] = []
     before = state
     if now_s > state.now_s:
         state = replace(state, now_s=now_s)
     # Whatever comes first after a stall, no silence may be judged before the stall is taken off it.
     state = discount_stall(config, state)
     state = _apply(config, state, event, commands)
-    if commands and isinstance(commands[-1], UnknownMember | Refused):
+    if commands and isinstance(commands[-1], events.UnknownMember | events.Refused):
         return state, commands
     state, begins = lifecycle.catch_up(config, state, event)
     if state.unheard:
         return state, commands
-    ticked = isinstance(event, Tick)
+    ticked = isinstance(event, events.Tick)
     if not ticked and not begins and _decides_nothing(before, state, event):
         return state, commands
     state = lifecycle.take_back_drains(config, state)
     if not state.settled or _is_stirred(before, state, event) or (ticked and state.stuck):
         # Where there are many members, placing takes so long that one tick does it for all that happened before; and
         # who is lost is said first.
-        waits = not ticked or any(isinstance(command, Fenced) for command in commands)
+        waits = not ticked or any(isinstance(command, events.Fenced) for command in commands)
         if waits and not begins and len(state.members) > config.most_prompt:
             state = replace(state, settled=False)
         else:
@@ -94,68 +69,79 @@ def step(config: Config, state: State, event: Event, now_s: float) -> tuple[Stat
     state = lifecycle.order_starts(config, state, commands)
     if begins or _shows_another(before, state):
         state = replace(state, epoch=state.epoch + 1)
-        commands.append(Publish(epoch=state.epoch))
+        commands.append(events.Publish(epoch=state.epoch))
     return state, commands
 
 
-def _apply(config: Config, state: State, event: Event, commands: list[Command]) -> State:
-    if isinstance(event, Renewed | Acked | Loaded | Routed | Suspected | Left) and not is_member(
-        state, event.name, event.incarnation
+def _apply(config: Config, state: State, event: events.Event, commands: list[events.Command]) -> State:
+    if isinstance(
+        event, events.Renewed | events.Acked | events.Loaded | events.Routed | events.Suspected | events.Left
     ):
-        commands.append(UnknownMember(name=event.name, incarnation=event.incarnation))
-        return lifecycle.note_unknown_member(state, event) if isinstance(event, Renewed) else state
+        record = state.members.get(event.name)
+        # Nobody but that incarnation speaks under its name.
+        if record is None or record.incarnation != event.incarnation:
+            commands.append(events.UnknownMember(name=event.name, incarnation=event.incarnation))
+            return lifecycle.note_unknown_member(state, event) if isinstance(event, events.Renewed) else state
     match event:
-        case Renewed():
-            return lifecycle.end_idle(config, renew(config, state, event), event.name, commands)
-        case Tick() if state.unheard:
+        case events.Renewed():
+            state = models.wake(renew(config, state, event), state.members[event.name])
+            return lifecycle.end_idle(config, state, event.name, commands)
+        case events.Tick() if state.unheard:
             return replace(state, ticked_s=state.now_s)
-        case Tick():
+        case events.Tick():
             state = judge_corruption(config, judge_silence(config, state, commands), commands)
-            state = lifecycle.shrink_pools(retiring.begin(state))
+            state = lifecycle.shrink_pools(lifecycle.end_leaving(retiring.begin(state)))
+            state = models.put_to_sleep(config, state)
             state = moves.take_back_late_copies(config, lifecycle.end_overdue(config, state, commands))
             return rebalance(config, autoscale(config, state, commands))
-        case Started():
+        case events.Started():
             return lifecycle.begin_term(config, state, event)
-        case Join():
+        case events.Join():
             return _join(config, state, event, commands)
-        case Acked():
+        case events.Acked():
             return _ack(state, event)
-        case Loaded():
+        case events.Loaded():
             return _load(state, event, commands)
-        case Routed():
+        case events.Routed():
             return _count(config, state, event)
-        case Scale():
+        case events.Scale():
             return _scale(config, state, event, commands)
-        case Retire():
+        case events.AddModel():
+            return models.add(config, state, event, commands)
+        case events.RemoveModel():
+            return models.remove(config, state, event, commands)
+        case events.Retire():
             return retiring.retire(state, event, commands)
-        case Suspected():
+        case events.Suspected():
             return record_suspicion(config, state, event)
-        case Left():
+        case events.Left():
             return _leave(config, state, event, commands)
-        case Exited():
+        case events.Exited():
             return _exit(config, state, event, commands)
-        case LauncherAttached():
+        case events.LauncherAttached():
             return lifecycle.attach_launcher(config, state, event)
-        case LauncherDetached():
+        case events.LauncherDetached():
             return lifecycle.detach_launcher(state, event.host)
 
 
-def _decides_nothing(before: State, state: State, event: Event) -> bool:
+def _decides_nothing(before: State, state: State, event: events.Event) -> bool:
     """True for by far the most events: what a member says on which nothing waits, and that touches nothing durable.
 
     An unchanged part of the state is the same object: nothing need be compared.
     """
     if state.members is not before.members or state.suspects is not before.suspects:
         return False
-    if isinstance(event, Acked):
+    if state.models is not before.models:
+        return False
+    if isinstance(event, events.Acked):
         # Only for the acks of those who ask does anything wait.
         if state.liveness is before.liveness or state.members[event.name].pool not in ASKING_POOLS:
             return True
         return not any(r.retiring for r in state.members.values())
-    return isinstance(event, Renewed | Routed | Loaded) and state.silent is before.silent
+    return isinstance(event, events.Renewed | events.Routed | events.Loaded) and state.silent is before.silent
 
 
-def _is_stirred(before: State, state: State, event: Event) -> bool:
+def _is_stirred(before: State, state: State, event: events.Event) -> bool:
     """True if anything changed on which a placement or a move depends."""
     return (
         state.members is not before.members
@@ -163,13 +149,17 @@ def _is_stirred(before: State, state: State, event: Event) -> bool:
         or state.silent is not before.silent
         or state.fenced_clients is not before.fenced_clients
         or state.wanted is not before.wanted
-        or isinstance(event, Acked)
+        or state.models is not before.models
+        or isinstance(event, events.Acked)
     )
 
 
 def _shows_another(before: State, state: State) -> bool:
     """True if a View shows something else than before, load aside, so that a publication must follow."""
-    if state.suspects is not before.suspects or state.model is not before.model:
+    if state.suspects is not before.suspects:
+        return True
+    # One that has gone gives up its name unseen.
+    if state.models is not before.models and models.listed(state) != models.listed(before):
         return True
     if state.members is before.members:
         return False
@@ -189,32 +179,36 @@ def _shows_another(before: State, state: State) -> bool:
     return False
 
 
-def _join(config: Config, state: State, event: Join, commands: list[Command]) -> State:
+def _join(config: Config, state: State, event: events.Join, commands: list[events.Command]) -> State:
     forgotten = _forget_model(state, event)
     refusal = _refusal(config, forgotten, event)
     if refusal:
-        commands.append(Refused(message=refusal))
+        commands.append(events.Refused(message=refusal))
         return state
-    former_model, state = state.model, forgotten
-    known = model = state.model
+    former, state = models.find(state, "") or Model(), forgotten
+    known = asked = _asked(state, event) or Model()
     # A client only asks: the cluster's own members say what is served.
     if event.pool != CLIENT:
-        model = Model(
+        asked = with_fields(
+            known,
             hash=known.hash or event.model_hash,
             layers=known.layers or event.layers,
             experts=known.experts or event.experts,
             expert_bytes=known.expert_bytes or event.expert_bytes,
         )
-    if _is_another(former_model, model):
+    if _is_another(former, asked) and len(state.models) < 2:
         # Nobody has the experts that they ask for any more.
-        for client in pool(state, CLIENT):
-            state = fence(config, state, client.name, "the cluster serves another model now", commands)
-    for former in list(state.members.values()):
-        same = (former.host, former.pid, former.pool) == (event.host, event.pid, event.pool)
+        for record in [record for record in state.members.values() if record.pool in ASKING_POOLS]:
+            state = fence(config, state, record.name, "the cluster serves another model now", commands)
+    for member in list(state.members.values()):
+        same = (member.host, member.pid, member.pool) == (event.host, event.pid, event.pool)
         # One process may be several clients.
         if same and event.pid > 0 and event.pool != CLIENT:
             # Its process is no other, and what it was told as another it may still use for a while.
-            state = fence(config, state, former.name, "its process joined anew", commands)
+            state = fence(config, state, member.name, "its process joined anew", commands)
+    if asked != known:
+        state = models.with_model(state, asked)
+    own = models.group(state, event.pool, asked.hash)
     number = state.named.get(event.pool, 0) + 1
     joined = state.joined + 1
     record = MemberRecord(
@@ -228,22 +222,23 @@ def _join(config: Config, state: State, event: Join, commands: list[Command]) ->
         numerics_class=event.numerics_class,
         capacity=event.capacity,
         ready=event.pool == GATEWAY,
-        ordered=lifecycle.expects_start(state, event.host, event.pool),
+        ordered=lifecycle.expects_start(state, event.host, own),
         zone=event.zone,
+        model=asked.hash,
+        opened=1 << asked.number,
     )
     record = replace(record, **retiring.before(state, event))
     # It has seen no View yet, so it cannot use routes older than the present epoch.
     liveness = Liveness(renewed_s=state.now_s, acked=state.epoch, told=True)
     state = replace(
         state,
-        model=known if model == known else model,
         joined=joined,
         named={**state.named, event.pool: number},
         members={**state.members, record.name: record},
         liveness={**state.liveness, record.name: liveness},
     )
-    commands.append(Joined(name=record.name, incarnation=record.incarnation))
-    return lifecycle.fill_start(state, event.host, event.pool)
+    commands.append(events.Joined(name=record.name, incarnation=record.incarnation))
+    return lifecycle.fill_start(state, event.host, own)
 
 
 def _is_another(one: Model, other: Model) -> bool:
@@ -251,16 +246,27 @@ def _is_another(one: Model, other: Model) -> bool:
     return any(known and said and known != said for known, said in pairs)
 
 
-def _forget_model(state: State, event: Join) -> State:
-    """With nobody left who holds a part of the model, the next who does may bring another. Clients hold none."""
-    held = any(record.pool in LAUNCHED_POOLS for record in state.members.values())
-    known = state.model.hash or state.model.layers
-    if held or not known or event.pool not in LAUNCHED_POOLS:
+def _forget_model(state: State, event: events.Join) -> State:
+    """With nobody left who holds a part of a model that nobody named, the next who does may bring another. Clients hold
+    none."""
+    # Nor do workers before the first server: of which of several models the first to come is, is chance.
+    brings = event.pool == EXPERT and not state.named.get(EXPERT)
+    held = any(record.pool in LAUNCHED_POOLS for record in state.members.values()) and not brings
+    if held or event.pool not in LAUNCHED_POOLS or any(model.name for model in state.models):
         return state
-    return replace(state, model=Model(), routed=None, seen=())
+    return replace(state, models=(), routed=None, seen=()) if state.models else state
 
 
-def _refusal(config: Config, state: State, event: Join) -> str:
+def _asked(state: State, event: events.Join) -> Model | None:
+    """The model that one who joins means: by its hash, or the first; a client may also say no more than a shape."""
+    first = models.find(state, "")
+    if first is None or not event.model_hash:
+        alike = (m for m in models.served(state) if (m.layers, m.experts) == (event.layers, event.experts))
+        return next(alike, first) if event.pool == CLIENT else first
+    return models.find(state, event.model_hash) or (None if first.hash else first)
+
+
+def _refusal(config: Config, state: State, event: events.Join) -> str:
     if event.pool not in NAMED_POOLS:
         return f"pool {event.pool[:_LONGEST]!r} is unknown; join one of {', '.join(NAMED_POOLS)}"
     if event.protocol != PROTOCOL:
@@ -268,7 +274,8 @@ def _refusal(config: Config, state: State, event: Join) -> str:
             f"protocol {event.protocol or 'none'} found, {PROTOCOL} needed: this process and the router are of "
             f"versions that do not understand each other. Start both from the same release."
         )
-    oversized = _oversized(state.model, event)
+    known = _asked(state, event) or Model()
+    oversized = _oversized(known, event)
     if oversized:
         return oversized
     if event.pool == EXPERT and not (event.layers > 0 and event.experts > 0):
@@ -276,12 +283,17 @@ def _refusal(config: Config, state: State, event: Join) -> str:
             f"an expert server of {event.layers} layers with {event.experts} experts cannot be placed; "
             f"give the shape of its model"
         )
-    known = state.model
-    if event.model_hash and known.hash and event.model_hash != known.hash:
+    if event.model_hash and state.models and not known.hash and state.models[0].hash:
+        served = ", ".join(model.hash for model in models.served(state))
         return (
-            f"model {event.model_hash} found, {known.hash} needed: this cluster serves another checkpoint. "
-            f"Start this process with the same model folder, or a cluster of its own for this model."
+            f"model {event.model_hash} found, {served} needed: this cluster serves another checkpoint. "
+            f"Start this process with the same model folder, add the model (eaas models add), or start a cluster "
+            f"of its own for it."
         )
+    # One that replaces a worker whose streams go on is let in.
+    replaces = event.pool == ATTENTION and state.wanted.get(models.group(state, ATTENTION, known.hash))
+    if known.leaving and event.pool in ASKING_POOLS and not replaces:
+        return f"model {known.name} was removed: add it again (eaas models add), or ask for another"
     for what, found, needed in (
         ("MoE layers", event.layers, known.layers),
         ("experts in each layer", event.experts, known.experts),
@@ -313,7 +325,7 @@ def _refusal(config: Config, state: State, event: Join) -> str:
     return ""
 
 
-def _oversized(known: Model, event: Join) -> str:
+def _oversized(known: Model, event: events.Join) -> str:
     """Why what a Join says is kept by nobody: bitmaps, the journal and every View would be as large as it says."""
     for what in ("address", "host", "zone", "model_hash", "numerics_class"):
         found = len(getattr(event, what))
@@ -321,24 +333,24 @@ def _oversized(known: Model, event: Join) -> str:
             return f"{what} of {found} characters found, at most {_LONGEST} needed: give a shorter one"
     for what, found, most in (
         ("pid", event.pid, (1 << 63) - 1),
-        ("layers", event.layers, _MOST_PAIRS),
-        ("experts", event.experts, _MOST_PAIRS),
-        ("capacity", event.capacity, _MOST_PAIRS),
-        ("expert_bytes", event.expert_bytes, _MOST_EXPERT_BYTES),
+        ("layers", event.layers, MOST_PAIRS),
+        ("experts", event.experts, MOST_PAIRS),
+        ("capacity", event.capacity, MOST_PAIRS),
+        ("expert_bytes", event.expert_bytes, MOST_EXPERT_BYTES),
     ):
         if not 0 <= found <= most:
             return f"{what} {found} found, 0 to {most} needed: check how this process was started"
     # Members may each know one half of the shape.
     layers, experts = known.layers or event.layers, known.experts or event.experts
-    if layers * experts > _MOST_PAIRS:
+    if layers * experts > MOST_PAIRS:
         return (
-            f"{layers} layers with {experts} experts found, at most {_MOST_PAIRS} experts in all needed: "
+            f"{layers} layers with {experts} experts found, at most {MOST_PAIRS} experts in all needed: "
             f"check the model folder"
         )
     return ""
 
 
-def _ack(state: State, event: Acked) -> State:
+def _ack(state: State, event: events.Acked) -> State:
     liveness = state.liveness[event.name]
     if liveness.journaled and not event.epoch:
         # It uses no routes at all, of no term.
@@ -354,80 +366,92 @@ def _ack(state: State, event: Acked) -> State:
     # While it was not ready nobody waited for it: it may now use only what was not given up meanwhile.
     if record.pool in ASKING_POOLS and not record.ready and event.epoch >= state.unloaded_epoch:
         state = with_record(state, replace(record, ready=True))
-        state = lifecycle.forgive_failed_starts(state, record.pool)
+        state = lifecycle.forgive_failed_starts(state, models.group(state, record.pool, record.model))
     return state
 
 
-def _load(state: State, event: Loaded, commands: list[Command]) -> State:
+def _load(state: State, event: events.Loaded, commands: list[events.Command]) -> State:
     record = state.members[event.name]
     if event.salt not in (0, state.salt):
         # Said to another term: much may have happened since.
-        commands.append(Stale(name=event.name, epoch=event.epoch))
+        commands.append(events.Stale(name=event.name, epoch=event.epoch))
         return state
-    unknown = lifecycle.held_beyond_journal(state, event)
+    hashes = (record.model, *event.opened)
+    opened = sum(1 << model.number for model in state.models if model.hash in hashes) or record.opened
     liveness = state.liveness[event.name]
+    # What it says of others was said by a View that had other models there. So may be those that came after the
+    # journal, by a View of another term: that of its first report, and of all until it follows one of this.
+    foreign = liveness.foreign if liveness.told else event.epoch
+    sure = state.models[: state.journaled] if event.epoch <= max(foreign, liveness.seen) else state.models
+    known = models.bits_of(model for model in sure if opened >> model.number & 1)
+    event = with_fields(event, held=event.held & known)
+    unknown = lifecycle.held_beyond_journal(state, event)
     if event.epoch < liveness.reported or 0 < event.number < liveness.report:
         # Overtaken by a newer report of the same server.
-        commands.append(Stale(name=event.name, epoch=event.epoch))
+        commands.append(events.Stale(name=event.name, epoch=event.epoch))
         return state
     if event.epoch > liveness.reported or not liveness.told:
         reported = max(liveness.reported, min(event.epoch, state.epoch))
-        state = with_liveness(
-            state, event.name, replace(liveness, reported=reported, told=True, unknown=unknown)
-        )
+        told = replace(liveness, reported=reported, told=True, unknown=unknown, foreign=foreign)
+        state = with_liveness(state, event.name, told)
     if event.number > liveness.report:
         state = with_liveness(state, event.name, replace(state.liveness[event.name], report=event.number))
     held = event.held & record.target
     # What it tells a term first it holds until a View of that term, for it follows no other any more.
     if event.epoch < record.dropped_epoch and (liveness.told or not event.salt):
         # The server may be unloading what it then held, so such a report can only take away.
-        commands.append(Stale(name=event.name, epoch=event.epoch))
+        commands.append(events.Stale(name=event.name, epoch=event.epoch))
         held &= record.loaded
-    if held != record.loaded:
-        state = with_record(state, replace(record, loaded=held))
+    if held != record.loaded or opened != record.opened:
+        state = with_record(state, replace(record, loaded=held, opened=opened))
     return state if state.unheard or liveness.told else lifecycle.keep_held(state, event.name, unknown)
 
 
-def _count(config: Config, state: State, event: Routed) -> State:
-    pairs = state.model.layers * state.model.experts
+def _count(config: Config, state: State, event: events.Routed) -> State:
+    model = models.find(state, state.members[event.name].model) or Model()
+    pairs = model.layers * model.experts
     if event.rows.shape != (pairs,) or event.activated.shape != (pairs,):
         return state
-    routed = event.rows + config.activation_rows * event.activated
-    if state.routed is not None and state.routed.shape == routed.shape:
-        routed += state.routed * 0.5 ** ((state.now_s - state.routed_s) / config.routed_half_life_s)
+    routed = np.zeros(models.width(state))
+    if state.routed is not None:
+        fading = 0.5 ** ((state.now_s - state.routed_s) / config.routed_half_life_s)
+        routed[: len(state.routed)] = state.routed * fading
+    routed[model.base : model.base + pairs] += event.rows + config.activation_rows * event.activated
     routed.flags.writeable = False
-    return replace(state, routed=routed, routed_s=state.now_s)
+    # A request may begin and end between two reports of what runs.
+    busy_s = {**state.busy_s, model.number: state.now_s}
+    return replace(state, routed=routed, routed_s=state.now_s, busy_s=busy_s)
 
 
-def _scale(config: Config, state: State, event: Scale, commands: list[Command]) -> State:
-    if refusal := _size_refusal(config, event):
-        commands.append(Refused(message=refusal))
+def _scale(config: Config, state: State, event: events.Scale, commands: list[events.Command]) -> State:
+    if refusal := _size_refusal(config, state, event):
+        commands.append(events.Refused(message=refusal))
         return state
-    commands.append(Scaled(pool=event.pool, wanted=event.wanted))
+    commands.append(events.Scaled(pool=event.pool, wanted=event.wanted))
     state = replace(state, drain_s={**state.drain_s, event.pool: event.drain_s})
     if state.wanted.get(event.pool) == event.wanted:
         return state
     return replace(state, wanted={**state.wanted, event.pool: event.wanted})
 
 
-def _size_refusal(config: Config, event: Scale) -> str:
-    if event.pool not in LAUNCHED_POOLS:
-        return f"pool {event.pool!r} has no size of its own; scale one of {', '.join(LAUNCHED_POOLS)}"
-    least, most = config.bounds(event.pool)
+def _size_refusal(config: Config, state: State, event: events.Scale) -> str:
+    if event.pool not in (pools := models.groups(state)):
+        return f"pool {event.pool!r} has no size of its own; scale one of {', '.join(pools)}"
+    least, most = config.bounds(event.pool.partition(":")[0])
     if not least <= event.wanted <= most:
         return f"{event.wanted} members of pool {event.pool!r} asked for; give {least} to {most}"
-    if not 0 < event.drain_s <= LONGEST_DRAIN_S:
-        return f"drain_s is {event.drain_s}; give more than 0 and at most {LONGEST_DRAIN_S:.0f}"
+    if not 0 < event.drain_s <= events.LONGEST_DRAIN_S:
+        return f"drain_s is {event.drain_s}; give more than 0 and at most {events.LONGEST_DRAIN_S:.0f}"
     return ""
 
 
-def _leave(config: Config, state: State, event: Left, commands: list[Command]) -> State:
+def _leave(config: Config, state: State, event: events.Left, commands: list[events.Command]) -> State:
     if event.drain:
         return lifecycle.begin_drain(state, event.name)
     return fence(config, state, event.name, "left", commands, ended=True)
 
 
-def _exit(config: Config, state: State, event: Exited, commands: list[Command]) -> State:
+def _exit(config: Config, state: State, event: events.Exited, commands: list[events.Command]) -> State:
     fenced_clients = tuple(g for g in state.fenced_clients if (g.host, g.pid) != (event.host, event.pid))
     if len(fenced_clients) < len(state.fenced_clients):
         state = replace(state, fenced_clients=fenced_clients)
@@ -435,7 +459,8 @@ def _exit(config: Config, state: State, event: Exited, commands: list[Command]) 
     for record in found:
         state = fence(config, state, record.name, "its process ended", commands, ended=True)
         if not record.ready:
-            state = lifecycle.note_failed_start(config, state, record.pool)
+            own = models.group(state, record.pool, record.model)
+            state = lifecycle.note_failed_start(config, state, own)
     known = any((gone.host, gone.pid) == (event.host, event.pid) for gone in state.gone)
     if event.pool and not known:
         # It never joined.

@@ -48,7 +48,6 @@ class _Timed(io.RawIOBase):
             rest = rest[self._link.send(rest) :]
 
     def makefile(self, mode: str) -> io.BufferedReader:
-        del mode
         return io.BufferedReader(self)
 
     def readable(self) -> bool:
@@ -122,9 +121,7 @@ class Etcd:
         """
         body = {"compare": compare, "success": success, "failure": failure}
         reply = self.call("kv/txn", body)
-        return bool(reply.get("succeeded")), [
-            next(iter(answer.values()), {}) for answer in reply.get("responses", [])
-        ]
+        return bool(reply.get("succeeded")), [next(iter(answer.values()), {}) for answer in reply.get("responses", [])]
 
     def _post(self, endpoint: SplitResult, path: str, body: bytes, end_s: float) -> dict[str, Any]:
         connection = http.client.HTTPConnection(endpoint.hostname or "", endpoint.port)
@@ -203,8 +200,7 @@ def pairs(answer: Mapping[str, Any]) -> dict[str, dict[str, str]]:
         ValueError: a key or value is no text.
     """
     return {
-        _decoded(found["key"]): {**found, "value": _decoded(found.get("value", ""))}
-        for found in answer.get("kvs", [])
+        _decoded(found["key"]): {**found, "value": _decoded(found.get("value", ""))} for found in answer.get("kvs", [])
     }
 
 
@@ -235,17 +231,10 @@ def _endpoint(url: str) -> SplitResult:
         port = found.port
     except ValueError as error:
         raise EtcdInvalid(f"etcd address {url!r} cannot be used: {error}") from None
-    if (
-        found.scheme not in ("http", "https")
-        or not found.hostname
-        or port is None
-        or found.path not in ("", "/")
-    ):
+    if found.scheme not in ("http", "https") or not found.hostname or port is None or found.path not in ("", "/"):
         raise EtcdInvalid(f"etcd address {url!r} found, http://HOST:PORT or https://HOST:PORT needed")
     if found.username or found.password or found.query or found.fragment:
-        raise EtcdInvalid(
-            f"etcd address of {found.hostname} carries more than scheme, host and port; leave it out"
-        )
+        raise EtcdInvalid(f"etcd address of {found.hostname} carries more than scheme, host and port; leave it out")
     if found.scheme == "http" and not is_loopback(found.hostname):
         raise EtcdInvalid(
             f"etcd address {url} would send the cluster's state in the clear to another host; "

@@ -41,9 +41,7 @@ class Election:
             ConfigInvalid: etcd grants no lease so short.
         """
         if not 2 <= ttl_s <= 600:
-            raise ConfigInvalid(
-                f"a leader's lease of {ttl_s} s found; give 2 (the least that etcd grants) to 600"
-            )
+            raise ConfigInvalid(f"a leader's lease of {ttl_s} s found; give 2 (the least that etcd grants) to 600")
         self.leader = ""
         self.problem = ""
         self.key = f"{prefix}leader"
@@ -135,9 +133,7 @@ class Election:
         sent_s = self._clock()
         granted = self._etcd.call("lease/grant", {"TTL": str(max(1, round(self._ttl_s)))})
         self._lease = granted["ID"]
-        won, answers = self._etcd.txn(
-            [created(self.key, "0")], [put(self.key, address, self._lease)], [get(self.key)]
-        )
+        won, answers = self._etcd.txn([created(self.key, "0")], [put(self.key, address, self._lease)], [get(self.key)])
         if not won:
             self.leader = next(iter(pairs(answers[0]).values()))["value"]
             self._etcd.call("lease/revoke", {"ID": self._lease})
@@ -271,14 +267,11 @@ class EtcdStore:
 
     def _operations(self, found: Changes) -> list[Operation]:
         return [
-            delete(self._root + key) if value is None else put(self._root + key, value)
-            for key, value in found.items()
+            delete(self._root + key) if value is None else put(self._root + key, value) for key, value in found.items()
         ]
 
     def _commit(self, operations: list[Operation]) -> list[dict[str, Any]]:
-        return self._transact(
-            [self._election.held(), modified(self._root + COUNTERS, self._revision)], operations
-        )
+        return self._transact([self._election.held(), modified(self._root + COUNTERS, self._revision)], operations)
 
     def _transact(self, guards: list[Operation], operations: list[Operation]) -> list[dict[str, Any]]:
         try:

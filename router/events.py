@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from router.view import PROTOCOL
+from router.view import PROTOCOL, Model
 
 DRAIN_S = 30.0
 # What a core can add to its clock, and over 11 days.
@@ -31,7 +31,16 @@ class Tick:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Join:
-    """A process asks to be a member."""
+    """A process asks to be a member.
+
+    pool: "expert", "attention", "gateway" or "client". address: where peers reach this member; opaque to the router.
+    pid, host: of the member's process. core: first core of its lanes, -1 if unpinned. model_hash: fingerprint of the
+    checkpoint; that of every other member; empty: not checked. numerics_class: of the format of the pool's, such as
+    bf16; empty: not checked. layers, experts: shape of the placement (MoE layers, logical experts a layer); 0: not
+    checked. capacity: (layer, expert) pairs that this server can hold; 0: all. zone: what fails together with it, such
+    as a rack; empty: nothing known. expert_bytes: weights of one expert of one layer, as this server loads them; 0: not
+    known.
+    """
 
     pool: str
     address: str
@@ -105,6 +114,7 @@ class Loaded:
     """An expert server holds these experts, verified, having applied the target of that epoch.
 
     salt: of the term to which it says so; 0: not said. number: of the server's reports, which rises; 0: not said.
+    opened: hashes of the models of which it can hold experts, beyond its own.
     """
 
     name: str
@@ -113,6 +123,7 @@ class Loaded:
     epoch: int
     salt: int = 0
     number: int = 0
+    opened: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,6 +164,27 @@ class Scale:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class AddModel:
+    """The pool must serve one more model, or know one under other words. attention: workers wanted of it.
+
+    numerics_class: of its experts, on the servers that are to hold them; empty: not said. again: whoever starts the
+    router repeats what was served before, which changes nothing of a model that the journal knows, removed or not.
+    """
+
+    model: Model
+    attention: int
+    numerics_class: str = ""
+    again: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RemoveModel:
+    """A model, by its name or hash, must take no new requests, and go."""
+
+    name: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Retire:
     """A named member must go once others do all of its work.
 
@@ -167,9 +199,7 @@ class Retire:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LauncherAttached:
-    """A launcher can start processes on a host; starting: by pool, those that it started and that have not
-    joined.
-    """
+    """A launcher can start processes on a host; starting: by pool, those that it started and that have not joined."""
 
     host: str
     starting: Mapping[str, int] = field(default_factory=dict[str, int])
@@ -183,21 +213,9 @@ class LauncherDetached:
 
 
 Event = (
-    Started
-    | Tick
-    | Join
-    | Renewed
-    | Acked
-    | Routed
-    | Loaded
-    | Suspected
-    | Left
-    | Exited
-    | Scale
-    | Retire
-    | LauncherAttached
-    | LauncherDetached
-)
+    Started | Tick | Join | Renewed | Acked | Routed | Loaded | Suspected | Left | Exited | Scale | AddModel
+    | RemoveModel | Retire | LauncherAttached | LauncherDetached
+)  # fmt: skip
 
 
 # What the router orders, or answers.
@@ -220,7 +238,7 @@ class Joined:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Refused:
-    """Answer to Join, Scale or Retire: what was found, what is needed, what to do."""
+    """Answer to Join, Scale, Retire, AddModel or RemoveModel: what was found, what is needed, what to do."""
 
     message: str
 
@@ -235,6 +253,13 @@ class Scaled:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Serves:
+    """Answer to AddModel and RemoveModel: the model as it is served now."""
+
+    model: Model
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class UnknownMember:
     """Answer to an event of a member that is none: it is fenced, or never was. incarnation: 0 where none was said."""
 
@@ -244,9 +269,7 @@ class UnknownMember:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stale:
-    """Answer to Loaded: the target has lost experts since that epoch, so nothing new was taken from the
-    report.
-    """
+    """Answer to Loaded: the target has lost experts since that epoch, so nothing new was taken from the report."""
 
     name: str
     epoch: int
@@ -278,4 +301,4 @@ class StopProcess:
     pid: int
 
 
-Command = Publish | Joined | Refused | Scaled | UnknownMember | Stale | Fenced | StartProcess | StopProcess
+Command = Publish | Joined | Refused | Scaled | Serves | UnknownMember | Stale | Fenced | StartProcess | StopProcess

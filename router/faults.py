@@ -23,23 +23,13 @@ KINDS: Final[Mapping[str, frozenset[str]]] = {
 }
 # Where in the protocol a kill or a freeze can strike: in the client of experts, and in their server.
 CLIENT_POINTS: Final = (
-    "request-half-written",
-    "request-before-signal",
-    "request-after-signal",
-    "reply-taken",
-    "combined",
-    "step-before-tokens",
-    "step-after-tokens",
-)
+    "request-half-written", "request-before-signal", "request-after-signal", "reply-taken", "combined",
+    "step-before-tokens", "step-after-tokens",
+)  # fmt: skip
 SERVER_POINTS: Final = (
-    "request-taken",
-    "computed",
-    "reply-half-written",
-    "reply-before-signal",
-    "reply-after-signal",
-    "weights-loaded",
+    "request-taken", "computed", "reply-half-written", "reply-before-signal", "reply-after-signal", "weights-loaded",
     "client-attached",
-)
+)  # fmt: skip
 POINTS: Final = (*CLIENT_POINTS, *SERVER_POINTS)
 # Where a corruption strikes: rows after their checksum, rows before it, or NaN in place of rows.
 CORRUPTIONS: Final = ("wire", "rows", "nan")
@@ -95,9 +85,7 @@ class FaultsTaken:
         if fault.kind in ("kill", "freeze") and fault.where and fault.where not in self.points:
             return f"never passes {fault.where}; it passes {', '.join(self.points) or 'no point'}"
         if fault.kind == "rail-down" and fault.rail not in self.rails:
-            rails = ", ".join(
-                rail or "the one of UCX's choice, given as an empty name" for rail in self.rails
-            )
+            rails = ", ".join(rail or "the one of UCX's choice, given as an empty name" for rail in self.rails)
             return f"has no rail {fault.rail!r}; it has {rails or 'none, for its transport is shared memory'}"
         return ""
 

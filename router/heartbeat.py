@@ -110,7 +110,6 @@ class Heartbeat:
         self.stands_s = 0.0  # how long a loop has stood still; 0 while all go on
 
     def start(self) -> None:
-        """Begin to watch."""
         self._thread.start()
 
     def close(self) -> None:

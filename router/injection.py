@@ -162,9 +162,7 @@ class Injections:
     def _inject(self, names: tuple[str, ...], fault: Fault) -> Injection:
         self._forget()
         if not 1 <= len(names) <= MOST_NAMES or len(fault.peers) > MOST_NAMES:
-            raise FaultInvalid(
-                f"{len(names)} targets and {len(fault.peers)} peers; 1 to {MOST_NAMES} are needed."
-            )
+            raise FaultInvalid(f"{len(names)} targets and {len(fault.peers)} peers; 1 to {MOST_NAMES} are needed.")
         if any(len(word) > _LONGEST_WORD for word in (fault.id, fault.rail)):
             raise FaultInvalid(f"an id or a rail is longer than {_LONGEST_WORD} characters.")
         if len(self._active) >= MOST_ACTIVE:
@@ -249,9 +247,7 @@ class Injections:
         for told in self._active.values():
             # Whoever ends one of them wakes the process from the other.
             if fault.kind == "freeze" == told.fault.kind and name in told.names:
-                raise FaultRefused(
-                    f"{name} is under the freeze {told.fault.id} already; clear it, or let it end."
-                )
+                raise FaultRefused(f"{name} is under the freeze {told.fault.id} already; clear it, or let it end.")
         return watchers
 
     def _listed(self) -> str:

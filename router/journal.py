@@ -1,6 +1,6 @@
 """The router's memory: where it is kept, the form that a state has there, and SQLite, the store of a single router.
 
-A store holds text by key: `counters` (JSON: layout, salt, term, epoch, joined, named, wanted, model), and for each
+A store holds text by key: `counters` (JSON: layout, salt, term, epoch, joined, named, wanted, models), and for each
 member a JSON record at `members/INCARNATION` or `gone/INCARNATION`, the number in 16 hexadecimal digits.
 
 SQLite has them in one table, every commit on the disk before anyone hears of it. One router owns a journal at a time:
@@ -17,6 +17,7 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from router.events import AddModel
 from router.state import COUNT_BITS, MemberRecord, Model, State
 from router.view import GoneMember
 
@@ -26,9 +27,9 @@ Changes = Mapping[str, str | None]
 """New value by key, None where the key goes."""
 
 COUNTERS = "counters"
-_LAYOUT = 1
+_LAYOUT = 2
 _BITMAPS = ("share", "target", "loaded", "serving", "retiring")
-_SAME = ("members", "salt", "term", "epoch", "joined", "named", "wanted", "model")
+_COUNTERS = ("salt", "term", "epoch", "joined", "named", "wanted", "models")
 _Known = TypeVar("_Known", MemberRecord, GoneMember)
 
 
@@ -64,9 +65,10 @@ class Store(Protocol):
 def is_same(before: State, after: State) -> bool:
     """True if nothing durable differs between a state and the next."""
     # Asked at each renewal: no text is made for it, and what did not change is the same object.
-    return all(getattr(before, word) is getattr(after, word) for word in _SAME) or (
-        before.members is after.members and _counted(before) == _counted(after)
-    )
+    if before.members is not after.members:
+        return False
+    same = all(getattr(before, word) is getattr(after, word) for word in _COUNTERS)
+    return same or _counted(before) == _counted(after)
 
 
 def changes(before: State, after: State) -> dict[str, str | None]:
@@ -95,7 +97,7 @@ def state_of(found: Mapping[str, str]) -> State:
         layout = counters.pop("layout")
         if layout != _LAYOUT:
             raise JournalUnusable(f"{COUNTERS} has layout {layout}, this router writes {_LAYOUT}")
-        model = Model(**counters.pop("model"))
+        models = tuple(Model(**model) for model in counters.pop("models"))
         records: list[MemberRecord] = []
         gone: list[GoneMember] = []
         for key in sorted(found):
@@ -104,27 +106,18 @@ def state_of(found: Mapping[str, str]) -> State:
             elif key.startswith("gone/"):
                 gone.append(GoneMember(**json.loads(found[key])))
         members = {record.name: record for record in _in_order(records)}
-        return State(**counters, model=model, members=members, gone=tuple(_in_order(gone)))
+        return State(**counters, models=models, members=members, gone=tuple(_in_order(gone)))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise JournalUnusable(f"{key} cannot be read: {error!r}") from error
 
 
 def _counted(state: State) -> dict[str, Any]:
-    return {
-        "layout": _LAYOUT,
-        "salt": state.salt,
-        "term": state.term,
-        "epoch": state.epoch,
-        "joined": state.joined,
-        "named": state.named,
-        "wanted": state.wanted,
-        "model": state.model,
-    }
+    return {word: getattr(state, word) for word in _COUNTERS}
 
 
 def _counters(state: State) -> str:
-    copied = {"named": dict(state.named), "wanted": dict(state.wanted), "model": asdict(state.model)}
-    return json.dumps(_counted(state) | copied)
+    found = {"layout": _LAYOUT, **_counted(state), "models": [asdict(model) for model in state.models]}
+    return json.dumps(found, default=dict)
 
 
 def _in_order(known: Iterable[_Known]) -> list[_Known]:
@@ -144,6 +137,24 @@ def record_of(text: str) -> MemberRecord:
     known = {field.name: found[field.name] for field in fields(MemberRecord) if field.name in found}
     record = MemberRecord(**known)
     return replace(record, **{name: int(found[name], 16) for name in _BITMAPS})
+
+
+def entries_text(entries: Iterable[AddModel]) -> str:
+    """What a router is to serve beside what its journal knows, as JSON."""
+    return json.dumps([asdict(entry) for entry in entries])
+
+
+def read_entries(path: Path | None) -> tuple[AddModel, ...]:
+    """The entries in a file of `entries_text`; none without one. Raises JournalUnusable: it is damaged."""
+    try:
+        found = json.loads(path.read_text()) if path is not None and path.exists() else []
+        entries = tuple(AddModel(**{**each, "model": Model(**each["model"]), "again": True}) for each in found)
+        for each in (told for entry in entries for told in (entry, entry.model)):
+            if wrong := [f.name for f in fields(each) if type(getattr(each, f.name)).__name__ != f.type]:
+                raise TypeError(f"{', '.join(wrong)} of a wrong type")
+        return entries
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise JournalUnusable(f"--models-file {path} cannot be read: {error!r}; remove it") from error
 
 
 class Journal:
@@ -169,9 +180,7 @@ class Journal:
             self._base.execute("PRAGMA locking_mode=EXCLUSIVE")
             self._base.execute("PRAGMA journal_mode=WAL")
             self._base.execute("PRAGMA synchronous=FULL")
-            tables = {
-                row[0] for row in self._base.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
-            }
+            tables = {row[0] for row in self._base.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
             if not tables:
                 self._base.execute("CREATE TABLE state (key TEXT PRIMARY KEY, value TEXT NOT NULL)")
         except sqlite3.Error as error:
@@ -246,14 +255,9 @@ class Journal:
 
     def _unusable(self, what: str, error: Exception) -> JournalUnusable:
         if "locked" in str(error):
-            return JournalUnusable(
-                f"journal {self.path} is used by another router; stop that one or give another file"
-            )
+            return JournalUnusable(f"journal {self.path} is used by another router; stop that one or give another file")
         if isinstance(error, sqlite3.DatabaseError) and "not a database" in str(error):
-            return JournalUnusable(
-                f"journal {self.path} is no SQLite file; move it away or give another --journal"
-            )
+            return JournalUnusable(f"journal {self.path} is no SQLite file; move it away or give another --journal")
         return JournalUnusable(
-            f"journal {self.path} cannot be {what}: {error}. "
-            f"See that its folder exists, may be written and has room."
+            f"journal {self.path} cannot be {what}: {error}. See that its folder exists, may be written and has room."
         )

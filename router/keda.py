@@ -2,7 +2,7 @@
 
 Keys of a trigger's metadata, beside those that KEDA keeps for itself (`scalerAddress`, `enableTLS`, ...):
 
-    pool        "expert" or "attention". Needed.
+    pool        "expert" or "attention"; of another model than the first "attention:NAME". Needed.
     metric      "wanted" (the size that the router wants; default) or a load word of the pool's members.
     target      How much of the metric one process should have: the autoscaler asks for ceil(metric / target).
                 Default 1 for "wanted", needed for any other.
@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 
 import grpc
 
+from router.models import groups
 from router.pools import pool_load, pool_size
 from router.proto import externalscaler_pb2 as pb
 from router.proto import externalscaler_pb2_grpc as rpc
@@ -36,10 +38,7 @@ METRICS: Mapping[str, tuple[str, ...]] = {
 }
 _OURS = ("pool", "metric", "target", "activation")
 # KEDA passes the whole metadata on, its own part included.
-_KEDAS = (
-    *("scalerAddress", "enableTLS", "unsafeSsl", "caCert", "tlsClientCert", "tlsClientKey"),
-    "tlsCertFile",
-)
+_KEDAS = (*("scalerAddress", "enableTLS", "unsafeSsl", "caCert", "tlsClientCert", "tlsClientKey"), "tlsCertFile")
 _FROM_ENV = "FromEnv"
 # How often a pushed answer is looked at; KEDA's own polling is 30 s.
 _LOOK_S = 0.25
@@ -67,10 +66,12 @@ class Trigger:
     @property
     def name(self) -> str:
         """The metric's name in Kubernetes."""
-        return f"eaas-{self.pool}-{self.metric}".replace("_", "-")
+        return re.sub("[^A-Za-z0-9]", "-", f"eaas-{self.pool}-{self.metric}")
 
     def value(self, config: Config, state: State) -> float:
         """The metric now. Raises NothingReported."""
+        if self.pool not in groups(state):
+            raise NothingReported(f"no pool {self.pool}; there are {', '.join(groups(state))}: set metadata `pool`")
         size = pool_size(config, state, self.pool)
         if self.metric == WANTED:
             return float(size.wanted)
@@ -86,8 +87,10 @@ class Trigger:
         """True if the pool may not be at zero: by its metric, or because requests run or wait for it."""
         if self.metric == WANTED:
             return self.value(config, state) > self.activation
-        work = pool_load(state, ATTENTION)
-        if work.get("running", 0.0) + work.get("waiting", 0.0) > 0:
+        # Expert servers are every model's.
+        asking = groups(state) if self.pool == EXPERT else (self.pool,)
+        loads = [pool_load(state, name) for name in asking if name != EXPERT]
+        if any(load.get("running", 0.0) + load.get("waiting", 0.0) > 0 for load in loads):
             return True
         return self.value(config, state) > self.activation
 
@@ -99,12 +102,13 @@ def trigger_of(metadata: Mapping[str, str]) -> Trigger:
     if unknown:
         raise TriggerInvalid(f"metadata {', '.join(unknown)} is unknown; known are {', '.join(_OURS)}")
     pool = given.get("pool", "")
-    if pool not in METRICS:
+    base = pool.partition(":")[0] if pool.startswith(f"{ATTENTION}:") else pool
+    if base not in METRICS:
         raise TriggerInvalid(f"pool {pool!r} found, one of {', '.join(METRICS)} needed: set metadata `pool`")
     metric = given.get("metric", WANTED)
-    if metric not in METRICS[pool]:
+    if metric not in METRICS[base]:
         raise TriggerInvalid(
-            f"metric {metric!r} of pool {pool} found, one of {', '.join(METRICS[pool])} needed: "
+            f"metric {metric!r} of pool {pool} found, one of {', '.join(METRICS[base])} needed: "
             f"set metadata `metric`, or leave it out for `{WANTED}`"
         )
     if metric != WANTED and "target" not in given:
@@ -113,9 +117,7 @@ def trigger_of(metadata: Mapping[str, str]) -> Trigger:
         )
     target = _number(given, "target", 1.0)
     if target <= 0:
-        raise TriggerInvalid(
-            f"target {given['target']!r} found, a number over 0 needed: set metadata `target`"
-        )
+        raise TriggerInvalid(f"target {given['target']!r} found, a number over 0 needed: set metadata `target`")
     activation = _number(given, "activation", 0.0)
     return Trigger(pool=pool, metric=metric, target=target, activation=activation)
 
@@ -129,9 +131,7 @@ def _number(given: Mapping[str, str], key: str, default: float) -> float:
         number = math.nan
     # KEDA counts in thousandths of 64 bits.
     if not 0 <= number <= 2**53:
-        raise TriggerInvalid(
-            f'{key} {given[key]!r} found, a number from 0 needed, such as "0.7": set metadata `{key}`'
-        )
+        raise TriggerInvalid(f'{key} {given[key]!r} found, a number from 0 needed, such as "0.7": set metadata `{key}`')
     return number
 
 
@@ -144,13 +144,9 @@ class ExternalScaler(rpc.ExternalScalerServicer):
         self._state = state
 
     async def IsActive(self, request: pb.ScaledObjectRef, context: Context) -> pb.IsActiveResponse:
-        del context
         return pb.IsActiveResponse(result=_trigger(request).is_active(self._config, self._state()))
 
-    async def StreamIsActive(
-        self, request: pb.ScaledObjectRef, context: Context
-    ) -> AsyncIterator[pb.IsActiveResponse]:
-        del context
+    async def StreamIsActive(self, request: pb.ScaledObjectRef, context: Context) -> AsyncIterator[pb.IsActiveResponse]:
         trigger, told = _trigger(request), None
         while True:
             active = trigger.is_active(self._config, self._state())
@@ -160,7 +156,6 @@ class ExternalScaler(rpc.ExternalScalerServicer):
             await asyncio.sleep(_LOOK_S)
 
     async def GetMetricSpec(self, request: pb.ScaledObjectRef, context: Context) -> pb.GetMetricSpecResponse:
-        del context
         trigger = _trigger(request)
         spec = pb.MetricSpec(
             metricName=trigger.name, targetSize=math.ceil(trigger.target), targetSizeFloat=trigger.target
@@ -168,7 +163,6 @@ class ExternalScaler(rpc.ExternalScalerServicer):
         return pb.GetMetricSpecResponse(metricSpecs=[spec])
 
     async def GetMetrics(self, request: pb.GetMetricsRequest, context: Context) -> pb.GetMetricsResponse:
-        del context
         trigger = _trigger(request.scaledObjectRef)
         if request.metricName != trigger.name:
             raise TriggerInvalid(

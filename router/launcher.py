@@ -38,7 +38,7 @@ from router.events import StartProcess, StopProcess
 from router.host import HOST_VARIABLE, host_id
 from router.state import Config
 from router.tls import Credentials, CredentialsInvalid
-from router.view import View
+from router.view import View, launched_pool
 
 log = logging.getLogger("router.launcher")
 
@@ -52,8 +52,7 @@ _TRY_AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 class OrderFailed(Exception):
     """An order could not be carried out; the text says why. pid: of the command that ended, if there was one.
-    is_final: another try cannot help.
-    """
+    is_final: another try cannot help."""
 
     def __init__(self, message: str, *, pid: int = 0, is_final: bool = False) -> None:
         super().__init__(message)
@@ -169,9 +168,7 @@ def _webhook(options: LauncherOptions) -> Callable[[Order], int]:
 class Launcher:
     """Follows the router's orders for one host; each order on a thread of its own, so that none waits for another."""
 
-    def __init__(
-        self, router: str, host: str, carry: Callable[[Order], int], credentials: Credentials | None
-    ) -> None:
+    def __init__(self, router: str, host: str, carry: Callable[[Order], int], credentials: Credentials | None) -> None:
         """Nothing is sent yet.
 
         Args:
@@ -241,11 +238,7 @@ class Launcher:
             except OrderFailed as error:
                 said = (order.action, order.pool, order.member, number, error)
                 log.warning("order_failed action=%s pool=%s member=%s try=%d reason=%s", *said)
-                if (
-                    error.is_final
-                    or number >= self._tries[order.action]
-                    or time.monotonic() + wait_s >= order.until_s
-                ):
+                if error.is_final or number >= self._tries[order.action] or time.monotonic() + wait_s >= order.until_s:
                     self._give_up(order, error.pid)
                     return
                 if self._closed.wait(wait_s):
@@ -270,9 +263,7 @@ class Launcher:
         except OSError as error:
             return f"it has ended, or is not ours: {error}"
         mark = f"{HOST_VARIABLE}={self._host}".encode()
-        return (
-            "" if mark in environment else f"no launcher started it: {HOST_VARIABLE} is not this host there"
-        )
+        return "" if mark in environment else f"no launcher started it: {HOST_VARIABLE} is not this host there"
 
     def _give_up(self, order: Order, pid: int) -> None:
         if order.action == "stop":
@@ -298,7 +289,7 @@ class Launcher:
                 return
 
     def _see(self, view: View) -> None:
-        present = {member.name: member.pool for member in view.members if member.host == self._host}
+        present = {it.name: launched_pool(view, it) for it in view.members if it.host == self._host}
         with self._lock:
             for name in present.keys() - self._members:
                 joined = [key for key, (pool, _) in self._starting.items() if pool == present[name]]
@@ -324,9 +315,7 @@ def _backoff() -> Iterator[float]:
 def main(options: LauncherOptions) -> int:
     """Carry out orders until SIGTERM or SIGINT. Raises as Launcher does. Returns the exit code."""
     launcher = Launcher.of(options)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        # On another thread: the one interrupted may hold the client's lock.
-        signal.signal(number, lambda *_: threading.Thread(target=launcher.close).start())
+    child.on_signals(launcher.close, signal.SIGTERM, signal.SIGINT)
     child.tell_ready(options, "launcher/0", options.router)
     launcher.follow()
     return 0

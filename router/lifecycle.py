@@ -9,6 +9,10 @@ publishes nothing until every member of its journal was heard, or a lease has pa
 - what was acked or reported in another term does not count: each has a salt of its own, which its Views carry, and so
   no incarnation is given twice.
 
+Where the journal is lost whole nobody is a member, so that all join anew and epochs begin anew; whoever only watches
+follows a term that it never saw, whatever its epochs are (router.client). Models are known to whoever starts the router
+(router.journal.read_entries).
+
 A pool shrinks by one member at a time, which drains; then its process is ended. An expert server has drained when its
 experts are served elsewhere (router.moves); an attention worker when it has said, having seen itself shown as draining,
 that nothing runs on it: a gateway that sends it a stream later, from an older View, has the stream go on elsewhere.
@@ -20,20 +24,10 @@ listens in its place, and then leaves.
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace as with_fields
 
-from router import bitmap
-from router.events import (
-    DRAIN_S,
-    Command,
-    Event,
-    LauncherAttached,
-    Loaded,
-    Renewed,
-    Started,
-    StartProcess,
-    StopProcess,
-    Tick,
-)
+from router import events
+from router.models import bits_of, group, groups, idle_askers, listed, members_of, with_model
 from router.records import doubts_itself, fence, is_needed, pool, replace, with_liveness, with_record
 from router.state import (
     LAUNCHED_POOLS,
@@ -53,15 +47,12 @@ SALT_MASK = (1 << 20) - 1
 _MOST_EPOCH = 1 << 62
 
 
-def begin_term(config: Config, state: State, event: Started) -> State:
+def begin_term(config: Config, state: State, event: events.Started) -> State:
     """A new term: every member was just renewed; who had gone just before, or is not in the journal, may still use what
-    it had.
-    """
+    it had."""
     until_s = state.now_s + config.lease_s
     salts = ((event.salt + more) & SALT_MASK for more in range(3))
-    fenced = tuple(
-        FencedClient(host=gone.host, pid=gone.pid, acked=0, until_s=until_s) for gone in state.gone
-    )
+    fenced = tuple(FencedClient(host=gone.host, pid=gone.pid, acked=0, until_s=until_s) for gone in state.gone)
     if state.members:
         fenced = (*fenced, FencedClient(host="", pid=0, acked=0, until_s=until_s))
     return replace(
@@ -76,18 +67,19 @@ def begin_term(config: Config, state: State, event: Started) -> State:
         unheard=frozenset(state.members),
         unheard_until_s=until_s,
         behind=False,
+        journaled=len(state.models),
     )
 
 
-def catch_up(config: Config, state: State, event: Event) -> tuple[State, bool]:
+def catch_up(config: Config, state: State, event: events.Event) -> tuple[State, bool]:
     """The state after whatever an event says of the cluster's past, and whether it must be published now."""
-    speaker = state.members.get(event.name) if isinstance(event, Renewed | Loaded) else None
+    speaker = state.members.get(event.name) if isinstance(event, events.Renewed | events.Loaded) else None
     ahead = 0
-    if isinstance(event, Renewed) and speaker is not None and speaker.pool != CLIENT:
+    if isinstance(event, events.Renewed) and speaker is not None and speaker.pool != CLIENT:
         ahead = event.seen if event.seen <= _MOST_EPOCH else 0
     if not state.unheard:
         if ahead <= state.epoch:
-            return state, isinstance(event, Started)
+            return state, isinstance(event, events.Started)
         # It was not heard when the term began.
         return _rise(state, ahead), True
     unheard = state.unheard & state.members.keys()
@@ -97,12 +89,12 @@ def catch_up(config: Config, state: State, event: Event) -> tuple[State, bool]:
             unheard -= {speaker.name}
         if ahead > liveness.seen:
             state = with_liveness(state, speaker.name, replace(liveness, seen=ahead))
-    if unheard and not (isinstance(event, Tick) and state.now_s >= state.unheard_until_s):
+    if unheard and not (isinstance(event, events.Tick) and state.now_s >= state.unheard_until_s):
         return (state if unheard == state.unheard else replace(state, unheard=unheard)), False
     return _resume(state, unheard), True
 
 
-def note_unknown_member(state: State, event: Renewed) -> State:
+def note_unknown_member(state: State, event: events.Renewed) -> State:
     """What one who is no member said: that it saw more than the journal knows is reason to doubt that, no more."""
     doubts = state.unheard and event.seen > state.epoch and not state.behind
     return replace(state, behind=True) if doubts else state
@@ -130,7 +122,7 @@ def _rise(state: State, epoch: int) -> State:
     return replace(state, epoch=epoch, unloaded_epoch=epoch + 1, settled=False)
 
 
-def held_beyond_journal(state: State, event: Loaded) -> int:
+def held_beyond_journal(state: State, event: events.Loaded) -> int:
     """What a server holds and the journal does not let anyone ask it for; it says so with its first report of a term.
 
     Somebody may ask all the same, by a View that the journal does not know.
@@ -138,8 +130,7 @@ def held_beyond_journal(state: State, event: Loaded) -> int:
     liveness = state.liveness[event.name]
     if liveness.told:
         return liveness.unknown & event.held
-    everything = bitmap.everything(state.model.layers, state.model.experts)
-    return event.held & everything & ~state.members[event.name].serving if event.salt else 0
+    return event.held & bits_of(state.models) & ~state.members[event.name].serving if event.salt else 0
 
 
 def keep_held(state: State, name: str, bits: int) -> State:
@@ -153,19 +144,11 @@ def keep_held(state: State, name: str, bits: int) -> State:
         target &= record.loaded | record.serving | record.retiring | bits
     if record.capacity and target.bit_count() > record.capacity:
         target &= record.loaded | bits
-    return with_record(
-        state,
-        replace(
-            record,
-            target=target,
-            loaded=record.loaded | bits,
-            retiring=record.retiring | bits,
-            retiring_epoch=state.epoch + 1,
-        ),
-    )
+    kept = replace(record, target=target, loaded=record.loaded | bits, retiring=record.retiring | bits)
+    return with_record(state, replace(kept, retiring_epoch=state.epoch + 1))
 
 
-def order_starts(config: Config, state: State, commands: list[Command]) -> State:
+def order_starts(config: Config, state: State, commands: list[events.Command]) -> State:
     """Order a process for each place that neither a live member nor an ordered start fills.
 
     While the router doubts itself, those it does not hear live: a second set of processes would only load a
@@ -179,7 +162,7 @@ def order_starts(config: Config, state: State, commands: list[Command]) -> State
         state = replace(state, orphans=tuple(start for start in state.orphans if state.now_s < start.until_s))
     if not state.launchers:
         return state
-    for name in LAUNCHED_POOLS:
+    for name in groups(state):
         ordered = sum(1 for start in state.starts if start.pool == name)
         missing = state.wanted[name] - count_live(config, state, name) - ordered
         if missing <= 0 or state.now_s < state.failures.get(name, Failures()).next_s:
@@ -188,7 +171,7 @@ def order_starts(config: Config, state: State, commands: list[Command]) -> State
             host = min(state.launchers, key=lambda h: (_burden(state, h), h))
             start = Start(host=host, pool=name, until_s=state.now_s + config.start_s)
             state = replace(state, starts=(*state.starts, start))
-            commands.append(StartProcess(host=host, pool=name))
+            commands.append(events.StartProcess(host=host, pool=name))
     return state
 
 
@@ -198,25 +181,23 @@ def count_live(config: Config, state: State, name: str) -> int:
     dead = state.silent if state.silent and not doubts_itself(config, state) else frozenset[str]()
     dead |= state.standing
     count = 0
-    for record in state.members.values():
-        if record.pool == name and not (record.draining or record.operation) and record.name not in dead:
+    for record in members_of(state, name):
+        if not (record.draining or record.operation) and record.name not in dead:
             count += 1
     return count
 
 
-def attach_launcher(config: Config, state: State, event: LauncherAttached) -> State:
+def attach_launcher(config: Config, state: State, event: events.LauncherAttached) -> State:
     """A launcher appears, or appears again: what it says is starting replaces what was known of its host."""
     state = detach_launcher(state, event.host)
     orphans = tuple(start for start in state.orphans if start.host != event.host)
     until_s = state.now_s + config.start_s
     starts = tuple(
         Start(host=event.host, pool=name, until_s=until_s)
-        for name in LAUNCHED_POOLS
+        for name in groups(state)
         for _ in range(min(event.starting.get(name, 0), MOST_MEMBERS))
     )
-    return replace(
-        state, launchers=(*state.launchers, event.host), starts=state.starts + starts, orphans=orphans
-    )
+    return replace(state, launchers=(*state.launchers, event.host), starts=state.starts + starts, orphans=orphans)
 
 
 def detach_launcher(state: State, host: str) -> State:
@@ -231,17 +212,19 @@ def detach_launcher(state: State, host: str) -> State:
 
 def expects_start(state: State, host: str, name: str) -> bool:
     """True if a process of that host and pool was ordered and has not joined."""
-    return any((start.host, start.pool) == (host, name) for start in state.starts + state.orphans)
+    return _start(state.starts + state.orphans, host, name) is not None
+
+
+def _start(starts: tuple[Start, ...], host: str, name: str) -> Start | None:
+    """The oldest order for that pool."""
+    return next((start for start in starts if (start.host, start.pool) == (host, name)), None)
 
 
 def fill_start(state: State, host: str, name: str) -> State:
     """A process of that host and pool became a member: the oldest order is filled."""
-    for start in state.starts:
-        if (start.host, start.pool) == (host, name):
-            return replace(state, starts=_without(state.starts, start))
-    for start in state.orphans:
-        if (start.host, start.pool) == (host, name):
-            return replace(state, orphans=_without(state.orphans, start))
+    for word, starts in (("starts", state.starts), ("orphans", state.orphans)):
+        if (start := _start(starts, host, name)) is not None:
+            return replace(state, **{word: _without(starts, start)})
     return state
 
 
@@ -266,9 +249,7 @@ def _without(starts: tuple[Start, ...], one: Start) -> tuple[Start, ...]:
 
 
 def _burden(state: State, host: str) -> int:
-    return sum(1 for r in state.members.values() if r.host == host) + sum(
-        1 for s in state.starts if s.host == host
-    )
+    return sum(1 for r in state.members.values() if r.host == host) + sum(1 for s in state.starts if s.host == host)
 
 
 DRAINED = "drained"
@@ -286,7 +267,7 @@ def begin_drain(state: State, name: str, surplus: bool = False) -> State:
     record = state.members[name]
     if record.draining:
         return with_record(state, replace(record, surplus=False)) if record.surplus and not surplus else state
-    until_s = state.now_s + state.drain_s.get(record.pool, DRAIN_S)
+    until_s = state.now_s + state.drain_s.get(group(state, record.pool, record.model), events.DRAIN_S)
     state = with_liveness(state, name, replace(state.liveness[name], drain_until_s=until_s))
     # The publication of this very step is the first that shows it.
     draining = replace(record, draining=True, surplus=surplus, draining_epoch=state.epoch + 1)
@@ -296,11 +277,30 @@ def begin_drain(state: State, name: str, surplus: bool = False) -> State:
 def take_back_drains(config: Config, state: State) -> State:
     """Let members that drain as surplus stay, newest drain first, where their pool has become too small."""
     surplus = [r for r in state.members.values() if r.surplus and r.name not in state.silent]
-    for name in LAUNCHED_POOLS if surplus else ():
+    for name in groups(state) if surplus else ():
         missing = state.wanted[name] - count_live(config, state, name)
-        draining = sorted((r for r in surplus if r.pool == name), key=lambda r: -r.draining_epoch)
+        mine = {r.name for r in members_of(state, name)}
+        draining = sorted((r for r in surplus if r.name in mine), key=lambda r: -r.draining_epoch)
         for record in draining[: max(0, missing)]:
             state = with_record(state, replace(record, draining=False, surplus=False))
+    return state
+
+
+def end_leaving(state: State) -> State:
+    """Drain whoever asks for a model that leaves, once nobody has anything to do for it."""
+    for model in state.models:
+        if not model.leaving:
+            continue
+        name = group(state, ATTENTION, model.hash)
+        asking = idle_askers(state, model)
+        if asking is not None and state.wanted.get(name):
+            state = replace(state, wanted={**state.wanted, name: 0})
+        for record in asking or ():
+            state = begin_drain(state, record.name)
+        if model.name and model not in listed(state):
+            # From now on another may have the name, and with it the pool.
+            sizes = {n: size for n, size in state.wanted.items() if n != name or n in LAUNCHED_POOLS}
+            state = replace(with_model(state, with_fields(model, name="")), wanted=sizes)
     return state
 
 
@@ -309,8 +309,8 @@ def shrink_pools(state: State) -> State:
 
     A member that nobody ordered is its operator's, and stays.
     """
-    for name in LAUNCHED_POOLS:
-        members = pool(state, name)
+    for name in groups(state):
+        members = members_of(state, name)
         if len(members) <= state.wanted[name] or held_up(state, name):
             continue
         ordered = [record for record in members if record.ordered]
@@ -331,7 +331,7 @@ def held_up(state: State, name: str) -> str:
     """Why no member of a pool may begin to drain now, in words; empty if one may."""
     if any(start.pool == name for start in state.starts):
         return "a process is starting"
-    for record in pool(state, name):
+    for record in members_of(state, name):
         if record.draining:
             return f"{record.name} drains"
         if not record.ready and not record.operation:
@@ -350,7 +350,7 @@ def _worth(state: State, record: MemberRecord, zones: Counter[str]) -> float:
     return -zones[record.zone]
 
 
-def end_idle(config: Config, state: State, name: str, commands: list[Command]) -> State:
+def end_idle(config: Config, state: State, name: str, commands: list[events.Command]) -> State:
     """End a client of expert servers that drains and has just said that nothing runs on it."""
     record, liveness = state.members[name], state.liveness[name]
     if not record.draining or record.pool not in ASKING_POOLS or liveness.acked < record.draining_epoch:
@@ -361,7 +361,7 @@ def end_idle(config: Config, state: State, name: str, commands: list[Command]) -
     return end_member(config, state, name, DRAINED, commands)
 
 
-def end_overdue(config: Config, state: State, commands: list[Command]) -> State:
+def end_overdue(config: Config, state: State, commands: list[events.Command]) -> State:
     """End the members that have drained for too long."""
     for record in state.members.values():
         if not record.draining or record.pool == GATEWAY:
@@ -369,19 +369,17 @@ def end_overdue(config: Config, state: State, commands: list[Command]) -> State:
         until_s = state.liveness[record.name].drain_until_s
         if until_s is None:
             # A restarted router does not know how long it has lasted.
-            until_s = state.now_s + state.drain_s.get(record.pool, DRAIN_S)
-            state = with_liveness(
-                state, record.name, replace(state.liveness[record.name], drain_until_s=until_s)
-            )
+            until_s = state.now_s + state.drain_s.get(group(state, record.pool, record.model), events.DRAIN_S)
+            state = with_liveness(state, record.name, replace(state.liveness[record.name], drain_until_s=until_s))
         if state.now_s >= until_s and not is_needed(state, record):
             state = end_member(config, state, record.name, OVERDUE, commands)
     return state
 
 
-def end_member(config: Config, state: State, name: str, reason: str, commands: list[Command]) -> State:
+def end_member(config: Config, state: State, name: str, reason: str, commands: list[events.Command]) -> State:
     """Fence a member that drained, and have its process ended where a launcher can."""
     record = state.members[name]
     state = fence(config, state, name, reason, commands)
     if record.host in state.launchers:
-        commands.append(StopProcess(host=record.host, name=name, pid=record.pid))
+        commands.append(events.StopProcess(host=record.host, name=name, pid=record.pid))
     return state

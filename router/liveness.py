@@ -39,6 +39,7 @@ import struct
 from router import lifecycle
 from router.events import Command, Renewed, StopProcess, Suspected
 from router.lifecycle import note_failed_start
+from router.models import group
 from router.records import doubts_itself, fence, is_last_replica, is_last_worker, pool, replace, with_liveness
 from router.state import LAUNCHED_POOLS, Config, MemberRecord, SilenceHistogram, State
 from router.view import ASKING_POOLS, ATTENTION, CORRUPTS, EXPERT, GATEWAY, HEARS, REACHES, STANDS, can_talk
@@ -50,8 +51,7 @@ def judge_silence(config: Config, state: State, commands: list[Command]) -> Stat
     state = _replace_standing(config, state, commands)
     if any(fenced.until_s <= state.now_s for fenced in state.fenced_clients):
         state = replace(
-            state,
-            fenced_clients=tuple(fenced for fenced in state.fenced_clients if fenced.until_s > state.now_s),
+            state, fenced_clients=tuple(fenced for fenced in state.fenced_clients if fenced.until_s > state.now_s)
         )
     nobody_speaks = state.doubting_s is not None and len(state.silent) == len(state.members)
     if not state.silent or nobody_speaks or doubts_itself(config, state):
@@ -60,7 +60,8 @@ def judge_silence(config: Config, state: State, commands: list[Command]) -> Stat
         if name not in state.silent or is_last_replica(state, name):
             continue
         silence_s = state.now_s - state.liveness[name].renewed_s
-        replaced = state.wanted[ATTENTION] > 0 and not state.members[name].draining
+        record = state.members[name]
+        replaced = state.wanted.get(group(state, record.pool, record.model), 0) > 0 and not record.draining
         may_serve = (replaced and silence_s < config.start_s) or _is_heard(config, state, name)
         if is_last_worker(state, name) and may_serve:
             continue
@@ -84,7 +85,8 @@ def _end(config: Config, state: State, name: str, reason: str, commands: list[Co
     state = fence(config, state, name, reason, commands)
     if record.host in state.launchers and record.pool in LAUNCHED_POOLS:
         commands.append(StopProcess(host=record.host, name=name, pid=record.pid))
-    return state if record.ready else note_failed_start(config, state, record.pool)
+    own = group(state, record.pool, record.model)
+    return state if record.ready else note_failed_start(config, state, own)
 
 
 def _is_heard(config: Config, state: State, name: str) -> bool:
@@ -101,9 +103,7 @@ def renew(config: Config, state: State, event: Renewed) -> State:
     name = event.name
     liveness = state.liveness[name]
     silences = add_silence(liveness.silences, state.now_s - liveness.renewed_s, config.lease_s)
-    state = with_liveness(
-        state, name, replace(liveness, renewed_s=state.now_s, silences=silences, load=event.load)
-    )
+    state = with_liveness(state, name, replace(liveness, renewed_s=state.now_s, silences=silences, load=event.load))
     if name in state.silent:
         state = replace(state, silent=state.silent - {name})
     return state
@@ -127,9 +127,7 @@ def discount_stall(config: Config, state: State) -> State:
         name: replace(liveness, renewed_s=min(state.now_s, liveness.renewed_s + stall_s))
         for name, liveness in state.liveness.items()
     }
-    fenced_clients = tuple(
-        replace(fenced, until_s=fenced.until_s + stall_s) for fenced in state.fenced_clients
-    )
+    fenced_clients = tuple(replace(fenced, until_s=fenced.until_s + stall_s) for fenced in state.fenced_clients)
     doubting_s = None if state.doubting_s is None else state.doubting_s + stall_s
     return replace(
         state,
@@ -230,7 +228,6 @@ def _unpacked(counts: int) -> tuple[int, ...]:
 
 
 AGAIN_S = 3600.0
-_CORRUPT = "gave corrupt replies"
 
 
 def judge_corruption(config: Config, state: State, commands: list[Command]) -> State:
@@ -255,7 +252,7 @@ def judge_corruption(config: Config, state: State, commands: list[Command]) -> S
             state = with_liveness(state, name, suspected)
         elif state.now_s >= state.next_corruption_s and _others_are_well(state, name):
             state = replace(state, next_corruption_s=state.now_s + AGAIN_S)
-            return lifecycle.end_member(config, state, name, _CORRUPT, commands)
+            return lifecycle.end_member(config, state, name, "gave corrupt replies", commands)
     return state
 
 
@@ -268,33 +265,34 @@ def _reported(state: State, long_s: float) -> list[str]:
         return []
     reported: list[str] = []
     for name in servers:
-        judges = _judges(state, name, asking)
-        reporters = [record for record in judges if name in named[record.name]]
-        if 2 * _voices(reporters) > _voices(judges):
-            reported.append(name)
+        for judges in _judges(state, name, asking):
+            reporters = [record for record in judges if name in named[record.name]]
+            if 2 * _voices(reporters) > _voices(judges):
+                reported.append(name)
+                break
     return reported
 
 
 def _named(state: State, client: str, servers: list[str], long_s: float) -> set[str]:
     """The servers that a client reports; none where it is not to be believed."""
     liveness = state.liveness[client]
-    named = {word.removeprefix(CORRUPTS) for word in liveness.load if word.startswith(CORRUPTS)}.intersection(
-        servers
-    )
+    named = {word.removeprefix(CORRUPTS) for word in liveness.load if word.startswith(CORRUPTS)}.intersection(servers)
     reached = sum(count for word, count in liveness.load.items() if word.startswith(REACHES))
     reached = min(reached, len(servers))
     believed = len(named) < reached and (len(named) < 2 or 4 * len(named) <= reached)
     return named if believed and state.now_s - liveness.renewed_s < long_s else set()
 
 
-def _judges(state: State, name: str, asking: list[MemberRecord]) -> list[MemberRecord]:
-    """Who has a say about a server: attention workers that can ask it; where there is none, clients that can.
+def _judges(state: State, name: str, asking: list[MemberRecord]) -> list[list[MemberRecord]]:
+    """Who has a say about a server, for each model: attention workers that can ask it; where there is none, clients
+    that can. One model's experts may be damaged and another's sound.
 
     Any program may be a client, as often as it likes; attention workers are the cluster's own.
     """
     own = state.members[name].numerics_class
     able = [record for record in asking if can_talk(record.numerics_class, own)]
-    return [record for record in able if record.pool == ATTENTION] or able
+    able = [record for record in able if record.pool == ATTENTION] or able
+    return [[r for r in able if r.model == model] for model in dict.fromkeys(r.model for r in able)]
 
 
 def _voices(records: list[MemberRecord]) -> int:

@@ -69,9 +69,7 @@ class JsonLines(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """The line, without its end."""
         said: dict[str, Any] = {
-            "time": datetime.datetime.fromtimestamp(record.created, datetime.UTC).isoformat(
-                timespec="milliseconds"
-            ),
+            "time": datetime.datetime.fromtimestamp(record.created, datetime.UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
             "logger": record.name,
         }
@@ -80,8 +78,7 @@ class JsonLines(logging.Formatter):
         if names is not None and len(names) == len(arguments):
             said["event"] = event
             fields = {
-                f"{key}_" if key in _OWN else key: _value(value)
-                for key, value in zip(names, arguments, strict=True)
+                f"{key}_" if key in _OWN else key: _value(value) for key, value in zip(names, arguments, strict=True)
             }
             said.update(fields)
         else:
@@ -114,9 +111,7 @@ class Lines(logging.Handler):
     """
 
     def __init__(self, fd: int) -> None:
-        """Args:
-        fd: Written to for as long as the process lives; it stays the caller's.
-        """
+        """Args: fd: Written to for as long as the process lives; it stays the caller's."""
         super().__init__()
         self._fd, self._dropped = fd, 0
         self._waiting: deque[str] = deque()
@@ -158,16 +153,11 @@ class Lines(logging.Handler):
             with self._changed:
                 self._waiting.popleft()
                 if self._dropped:
-                    self._waiting.append(self.format(self._told()))
+                    said, counts = "log_lines_dropped count=%d", (self._dropped,)
+                    told = logging.LogRecord(__name__, logging.WARNING, __file__, 0, said, counts, exc_info=None)
+                    self._waiting.append(self.format(told))
                     self._dropped = 0
                 self._changed.notify_all()
-
-    def _told(self) -> logging.LogRecord:
-        """What is logged of those that were dropped; the lock is held."""
-        said = "log_lines_dropped count=%d"
-        return logging.LogRecord(
-            __name__, logging.WARNING, __file__, 0, said, (self._dropped,), exc_info=None
-        )
 
 
 def begin(form: str, level: str) -> None:
@@ -180,13 +170,9 @@ def begin(form: str, level: str) -> None:
     threading.excepthook = lambda found: _on_exception(found.exc_type, found.exc_value, found.exc_traceback)
 
 
-def _on_exception(
-    kind: type[BaseException], error: BaseException | None, where: TracebackType | None
-) -> None:
+def _on_exception(kind: type[BaseException], error: BaseException | None, where: TracebackType | None) -> None:
     found = (kind, error or kind(), where)
-    logging.getLogger(__name__).critical(
-        "uncaught thread=%s", threading.current_thread().name, exc_info=found
-    )
+    logging.getLogger(__name__).critical("uncaught thread=%s", threading.current_thread().name, exc_info=found)
 
 
 def end_at_once(code: int) -> NoReturn:

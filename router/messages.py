@@ -19,7 +19,7 @@ from google.protobuf.message import Message
 from router import bitmap, events
 from router.faults import Fault, FaultsTaken, Injection
 from router.proto import router_pb2 as pb
-from router.view import GoneMember, Identity, Member, PoolSize, Retirement, Status, View
+from router.view import GoneMember, Identity, Member, Model, PoolSize, Retirement, Status, View
 
 SERVICE = "router.v1.Router"
 # The name under which health says only whether a router leads. Clients choose among several routers by it: one
@@ -34,6 +34,7 @@ _MOST_WORDS, _LONGEST_WORD, _MOST_LOAD = 256, 64, 1e15
 _MOST_TOTALS, _MOST_COUNTED, _MOST_COUNT = 512, 32, 1e21
 
 _MESSAGES: Final[Mapping[type, type[Message]]] = {
+    events.AddModel: pb.AddModelRequest,
     events.Exited: pb.ReportExitRequest,
     Fault: pb.Fault,
     FaultsTaken: pb.FaultsTaken,
@@ -43,7 +44,9 @@ _MESSAGES: Final[Mapping[type, type[Message]]] = {
     events.Join: pb.JoinRequest,
     events.LauncherAttached: pb.LaunchesRequest,
     events.Left: pb.LeaveRequest,
+    events.Loaded: pb.LoadedRequest,
     Member: pb.Member,
+    Model: pb.Model,
     PoolSize: pb.Pool,
     Retirement: pb.Retirement,
     Status: pb.StatusReply,
@@ -108,7 +111,8 @@ def view_of_message(message: pb.View, before: View | None) -> View | None:
     """The View in a message of a stream, which may say only what differs from the one before; None: from another."""
     if message.since and (before is None or (before.epoch, before.salt) != (message.since, message.salt)):
         return None
-    most = max(1, message.layers * message.experts // 8 + 1)
+    pairs = max((m.base + m.layers * m.experts for m in message.models), default=message.layers * message.experts)
+    most = max(1, pairs // 8 + 1)
     for member in message.members:
         for name in _BITMAPS:
             setattr(member, name, zlib.decompressobj().decompress(getattr(member, name), most))
@@ -129,14 +133,7 @@ def renewed_of(request: pb.RenewRequest) -> events.Renewed:
 
 def loaded_of(request: pb.LoadedRequest) -> events.Loaded:
     """The event in a request."""
-    return events.Loaded(
-        name=request.name,
-        incarnation=request.incarnation,
-        held=bitmap.from_bytes(request.bitmap),
-        epoch=request.epoch,
-        salt=request.salt,
-        number=request.number,
-    )
+    return from_message(events.Loaded, request, held=bitmap.from_bytes(request.bitmap))
 
 
 def routed_of(request: pb.RenewRequest) -> events.Routed | None:
@@ -158,9 +155,7 @@ def totals_of(request: pb.RenewRequest) -> tuple[events.Totals, ...]:
         events.Totals(
             peer=each.peer,
             rail=each.rail,
-            counted={
-                word: x for word, x in islice(each.counted.items(), _MOST_COUNTED) if 0 <= x <= _MOST_COUNT
-            },
+            counted={word: x for word, x in islice(each.counted.items(), _MOST_COUNTED) if 0 <= x <= _MOST_COUNT},
         )
         for each in islice(request.totals, _MOST_TOTALS)
         if max(len(each.peer), len(each.rail)) <= _LONGEST_WORD

@@ -13,19 +13,11 @@ from router.events import Totals
 from router.faults import KINDS
 from router.injection import Injections
 from router.journal import JournalUnusable
-from router.pools import (
-    EVICTIONS,
-    Counts,
-    Coverage,
-    coverage,
-    moves_in_flight,
-    pool_load,
-    pool_size,
-    replicas_min,
-)
+from router.models import groups, named
+from router.pools import EVICTIONS, Counts, Coverage, coverage, moves_in_flight, pool_load, pool_size, replicas_min
 from router.records import phase
-from router.state import LAUNCHED_POOLS, Config, State
-from router.view import ATTENTION, EXPERT, POOLS
+from router.state import Config, State
+from router.view import ATTENTION, EXPERT, GATEWAY, POOLS
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -70,7 +62,6 @@ class RouterMetrics:
         self._registry.register(self)
 
     def page(self) -> bytes:
-        """The text of /metrics."""
         return generate_latest(self._registry)
 
     def describe(self) -> Iterable[Metric]:
@@ -94,12 +85,13 @@ class RouterMetrics:
             yield _gauge("faults_active", "Faults injected on purpose that last.", self._injections.active)
 
     def _cluster(self, state: State) -> Iterable[Metric]:
-        cover, counts = coverage(self._config, state), self._counts
+        config, counts = self._config, self._counts
+        cover = coverage(config, state)
         for name, text, value in (
             ("router_term", "Starts of a router on this journal.", state.term),
             ("router_epoch", "Number of the newest placement.", state.epoch),
-            ("replicas_wanted", "Copies wanted of every expert.", self._config.replicas),
-            ("replicas_min", "Copies of the expert that has the fewest.", replicas_min(state)),
+            ("replicas_wanted", "Copies wanted of every expert.", config.replicas),
+            ("replicas_min", "Copies of the expert that has the fewest, of models awake.", replicas_min(config, state)),
             ("moves_in_flight", "Copies of experts being loaded or given up.", moves_in_flight(state)),
             ("launchers", "Launchers attached.", len(state.launchers)),
             ("experts_lost", "Experts, each layer's counted, that no server may be asked for.", cover.lost),
@@ -114,16 +106,15 @@ class RouterMetrics:
         for name, text, value in (
             ("copies_loaded", "Copies of experts that servers loaded and verified.", counts.loaded),
             ("copies_unloaded", "Copies of experts that servers gave up.", counts.unloaded),
-            (
-                "migrations",
-                "Copies of experts that a server took up while it served already.",
-                counts.migrated,
-            ),
+            ("migrations", "Copies of experts that a server took up while it served already.", counts.migrated),
         ):
             yield _counter(name, text, value)
         evictions = [((p, why), counts.evictions[p, why]) for p in POOLS for why in EVICTIONS.values()]
         text = "Members ended that did not go by themselves."
         yield _counter("evictions", text, evictions, ["pool", "reason"])
+        text = "From the request that woke a model to its last expert served, of the last time."
+        woken = [([m.name], counts.wake_s[m.number]) for m in named(config, state) if m.number in counts.wake_s]
+        yield _gauge("model_wake_seconds", text, woken, ["model"])
         yield from _members(state, counts.totals, cover)
         for name, text, counted in (
             ("scale_changes", "Times that a pool's wanted size changed.", counts.scale_changes),
@@ -131,10 +122,10 @@ class RouterMetrics:
             ("launches", "Processes ordered from launchers.", counts.launches),
         ):
             # A counter that begins with its first event hides that event from rate().
-            yield _counter(name, text, [([pool], counted[pool]) for pool in LAUNCHED_POOLS], ["pool"])
+            yield _counter(name, text, [([pool], counted[pool]) for pool in groups(state)], ["pool"])
 
     def _pools(self, state: State) -> Iterable[Metric]:
-        sizes = {pool: pool_size(self._config, state, pool) for pool in LAUNCHED_POOLS}
+        sizes = {pool: pool_size(self._config, state, pool) for pool in groups(state)}
         for name, text in (
             ("wanted", "Wanted processes."),
             ("live", "Members that are not draining."),
@@ -143,15 +134,13 @@ class RouterMetrics:
             ("least", "Fewest processes that may be wanted."),
             ("most", "Most processes that may be wanted."),
         ):
-            yield _gauge(
-                f"pool_{name}", text, [([p], getattr(size, name)) for p, size in sizes.items()], ["pool"]
-            )
-        failures = [([p], state.failures[p].count if p in state.failures else 0) for p in LAUNCHED_POOLS]
+            yield _gauge(f"pool_{name}", text, [([p], getattr(size, name)) for p, size in sizes.items()], ["pool"])
+        failures = [([p], state.failures[p].count if p in state.failures else 0) for p in groups(state)]
         yield _gauge("pool_failed_starts", "Failed starts in a row.", failures, ["pool"])
         # What is said of one server is no load of the pool.
         loads = [
             ((pool, word), value)
-            for pool in POOLS
+            for pool in (*groups(state), GATEWAY)
             for word, value in sorted(pool_load(state, pool).items())
             if ":" not in word
         ]
@@ -229,12 +218,8 @@ def _members(state: State, totals: Mapping[str, tuple[Totals, ...]], cover: Cove
     own = [(name.partition("/")[0], [name], each) for name, each in known if not each.peer]
     links = [([name, each.peer], each) for name, each in known if each.peer and not each.rail]
     rails = [([name, each.peer, each.rail], each) for name, each in known if each.rail]
-    yield from _counters(
-        _SERVER, ["server"], [(labels, each) for pool, labels, each in own if pool == EXPERT]
-    )
-    yield from _counters(
-        _WORKER, ["worker"], [(labels, each) for pool, labels, each in own if pool == ATTENTION]
-    )
+    yield from _counters(_SERVER, ["server"], [(labels, each) for pool, labels, each in own if pool == EXPERT])
+    yield from _counters(_WORKER, ["worker"], [(labels, each) for pool, labels, each in own if pool == ATTENTION])
     yield from _counters(_LINK, ["worker", "server"], links)
     latency = SummaryMetricFamily(
         "eaas_link_latency_seconds", "From request to accepted reply.", labels=["worker", "server"]
@@ -266,9 +251,7 @@ def _states(state: State) -> Iterable[Metric]:
     yield _gauge("link_slow", "1 while a worker finds a server slow.", slow, ["worker", "server", "part"])
 
 
-def _counters(
-    words: Iterable[_Word], labels: list[str], found: Sequence[tuple[list[str], Totals]]
-) -> Iterable[Metric]:
+def _counters(words: Iterable[_Word], labels: list[str], found: Sequence[tuple[list[str], Totals]]) -> Iterable[Metric]:
     families: dict[str, CounterMetricFamily] = {}
     for word in words:
         new = CounterMetricFamily(f"eaas_{word.name}", word.text, labels=[*labels, *word.more])

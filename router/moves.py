@@ -7,8 +7,9 @@ stops:
     not in share, made elsewhere -> retiring (published without it) -> all attention members acked -> out of
     target
 
-All experts of all layers move at once: each line below is one set operation on a bitmap of the whole model. Each
-numerics class is placed by itself, and moves within itself.
+All experts of all layers and models move at once: each line below is one set operation on a bitmap of the whole pool.
+Each numerics class is placed by itself, and moves within itself; and in it each model by itself, on the servers that
+opened it.
 """
 
 from __future__ import annotations
@@ -19,27 +20,26 @@ from dataclasses import dataclass, field
 from router import bitmap, lifecycle
 from router.bitmap import by_layer, in_at_least, lowest, union
 from router.events import Command
+from router.models import awake, bits_of, served
 from router.placement import place
 from router.records import acked_by_all, by_class, peers, pool, replace, with_record
 from router.state import Batch, Config, Failures, MemberRecord, State
-from router.view import EXPERT
+from router.view import EXPERT, Model
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a placement was made for: servers with their capacity and zone, those that get nothing, and the shape.
+    """What a placement was made for: servers, those that get nothing, and the models.
 
-    clean: Nobody was in doubt when it was made.
+    servers: name, capacity, zone, numerics class, and mask of the models that it opened. clean: nobody was in doubt
+    when it was made.
     """
 
-    capacity: tuple[tuple[str, int], ...]
+    servers: tuple[tuple[str, int, str, str, int], ...]
     doubtful: frozenset[str]
-    layers: int
-    experts: int
+    models: tuple[Model, ...]
     replicas: int
     redundant: int
-    zones: tuple[str, ...]
-    classes: tuple[str, ...] = ()
     clean: bool = field(default=False, compare=False)
 
 
@@ -47,14 +47,18 @@ def follow(config: Config, state: State, commands: list[Command]) -> State:
     """Place anew if the servers changed, and let every move go as far as it may."""
     before = state
     state = _place(config, state)
-    records = pool(state, EXPERT)
+    # Of a model that sleeps nobody holds what it is given, nor of one that went what is left.
+    unwanted = ~bits_of(awake(state))
+    shares = {record.name: record.share for record in pool(state, EXPERT)}
+    records = [replace(r, share=r.share & ~unwanted) if r.share & unwanted else r for r in pool(state, EXPERT)]
     classes = {members[0].numerics_class: members for members in by_class(records)}
     made = {name: _made(state, members) for name, members in classes.items()}
     for name, members in classes.items():
         if all(record.draining for record in members):
             made[name] = _made_elsewhere(state, name, made)
+    made = {name: held | unwanted for name, held in made.items()}
     full = {
-        name: in_at_least(config.replicas, [record.share for record in members])
+        name: in_at_least(config.replicas, [record.share for record in members]) | unwanted
         for name, members in classes.items()
     }
     acked = acked_by_all(state)
@@ -64,7 +68,7 @@ def follow(config: Config, state: State, commands: list[Command]) -> State:
         yielded = made[own] | _yielded(config, state, record)
         advanced = _advance(state, record, yielded, full[own], acked, ordered.get(record.name, 0))
         if advanced is not record:
-            state = with_record(state, advanced)
+            state = with_record(state, replace(advanced, share=shares[record.name]))
         if advanced.ready and not record.ready:
             state = lifecycle.forgive_failed_starts(state, EXPERT)
         if advanced.dropped_epoch > record.dropped_epoch:
@@ -72,7 +76,8 @@ def follow(config: Config, state: State, commands: list[Command]) -> State:
         if advanced.draining and not advanced.target and state.liveness[record.name].told:
             state = lifecycle.end_member(config, state, record.name, "drained", commands)
     state = watch_copies(state)
-    settled = state.forming_s is None and state.members is before.members and state.plan is before.plan
+    waits = state.forming_s is not None or state.opening_s
+    settled = not waits and state.members is before.members and state.plan is before.plan
     return state if state.settled == settled else replace(state, settled=settled)
 
 
@@ -81,69 +86,91 @@ def _place(config: Config, state: State) -> State:
     state = _form(config, state, placeable)
     if state.forming_s is not None:
         return state
+    state = _open(config, state, placeable)
     plan = Plan(
-        capacity=tuple((r.name, r.capacity) for r in placeable),
+        servers=tuple((r.name, r.capacity, r.zone, r.numerics_class, r.opened) for r in placeable),
         doubtful=frozenset(
-            r.name
-            for r in placeable
-            if r.name in state.suspects or r.name in state.silent or is_shunned(state, r.name)
+            r.name for r in placeable if r.name in state.suspects or r.name in state.silent or is_shunned(state, r.name)
         ),
-        layers=state.model.layers,
-        experts=state.model.experts,
+        models=tuple(model for model in served(state) if model.number not in state.opening_s),
         replicas=config.replicas,
         redundant=config.redundant,
-        zones=tuple(r.zone for r in placeable),
-        classes=tuple(r.numerics_class for r in placeable),
     )
     if plan == state.plan:
         return state
     if _stands(state, plan, placeable):
         return replace(state, plan=replace(plan, clean=True))
-    shares: dict[str, int] = {}
-    for members in by_class(placeable):
-        shares |= place(
-            layers=plan.layers,
-            experts=plan.experts,
+    shares = dict.fromkeys(state.members, 0)
+    for model, members in _rows(plan, placeable):
+        placed = place(
+            layers=model.layers,
+            experts=model.experts,
             replicas=plan.replicas,
             capacity={r.name: r.capacity for r in members},
-            current={r.name: r.share for r in members},
+            current={r.name: model.take(r.share) for r in members},
             doubtful=plan.doubtful,
             zones={r.name: r.zone for r in members},
             redundant=plan.redundant,
         )
+        for name, bits in placed.items():
+            shares[name] |= model.put(bits)
     members = {
-        name: record if record.share == shares.get(name, 0) else replace(record, share=shares.get(name, 0))
+        name: record if record.share == shares[name] else replace(record, share=shares[name])
         for name, record in state.members.items()
     }
     return replace(state, members=members, plan=replace(plan, clean=not plan.doubtful))
 
 
+def _rows(plan: Plan, placeable: list[MemberRecord]) -> list[tuple[Model, list[MemberRecord]]]:
+    """The placements that make the whole: each model on the servers of one class that opened it."""
+    found = [
+        (model, [record for record in members if record.opened >> model.number & 1])
+        for members in by_class(placeable)
+        for model in plan.models
+    ]
+    return [(model, members) for model, members in found if members]
+
+
+def _open(config: Config, state: State, placeable: list[MemberRecord]) -> State:
+    """The first placement of a model waits for the servers that open it too, but not for long."""
+    placed = union(record.share for record in placeable)
+    longest_s = config.form_s + config.form_each_s * len(placeable)
+    waiting: dict[int, float] = {}
+    for model in served(state):
+        opened = sum(record.opened >> model.number & 1 for record in placeable)
+        since_s = state.opening_s.get(model.number, state.now_s)
+        # One that nobody has opened is placed on nobody, whatever is waited for.
+        begun = opened and not model.take(placed)
+        if begun and opened < len(placeable) and state.now_s - since_s < longest_s:
+            waiting[model.number] = since_s
+    return state if waiting == state.opening_s else replace(state, opening_s=waiting)
+
+
 def _stands(state: State, plan: Plan, placeable: list[MemberRecord]) -> bool:
     """True if what is placed may stay: only doubts changed and every expert is held beyond them, or a new term knows
-    no plan and finds every expert in place, as often and in as many zones as there are to be.
-    """
+    no plan and finds every expert in place, as often and in as many zones as there are to be."""
     was = state.plan
     if was is None:
         unknown = plan.doubtful or state.stuck or not placeable
-        return not unknown and all(_is_placed(plan, members) for members in by_class(placeable))
+        return not unknown and all(_is_placed(plan, *row) for row in _rows(plan, placeable))
     if not isinstance(was, Plan) or not was.clean or replace(was, doubtful=plan.doubtful) != plan:
         return False
-    everything = bitmap.everything(plan.layers, plan.experts)
-    for members in by_class(placeable):
-        if union(record.share for record in members if record.name not in plan.doubtful) != everything:
+    for model, members in _rows(plan, placeable):
+        held = union(record.share for record in members if record.name not in plan.doubtful)
+        if model.take(held) != bitmap.everything(model.layers, model.experts):
             return False
     return bool(placeable)
 
 
-def _is_placed(plan: Plan, members: list[MemberRecord]) -> bool:
-    everything = bitmap.everything(plan.layers, plan.experts)
-    shares = [record.share for record in members]
+def _is_placed(plan: Plan, model: Model, members: list[MemberRecord]) -> bool:
+    everything = bitmap.everything(model.layers, model.experts)
+    shares = [model.take(record.share) for record in members]
     zones = {record.zone: 0 for record in members}
-    for record in members:
-        zones[record.zone] |= record.share
+    for record, share in zip(members, shares, strict=True):
+        zones[record.zone] |= share
     copies = min(plan.replicas, len(shares))
     # Copies for balance are where load is, not where room is: without them, no layer is nearer to any server.
-    counts = zip(*(by_layer(share, plan.layers, plan.experts) for share in shares), strict=True)
+    counts = zip(*(by_layer(share, model.layers, model.experts) for share in shares), strict=True)
     even = plan.redundant or all(max(layer) - min(layer) <= 1 for layer in counts)
     apart = in_at_least(min(2, copies, len(zones)), [*zones.values()])
     beyond = sum(share.bit_count() for share in shares) - copies * everything.bit_count()
@@ -152,7 +179,7 @@ def _is_placed(plan: Plan, members: list[MemberRecord]) -> bool:
         and all(shares)
         and bool(even)
         and in_at_least(copies, shares) == apart == everything
-        and beyond <= plan.redundant * plan.layers
+        and beyond <= plan.redundant * model.layers
     )
 
 
@@ -204,9 +231,7 @@ def _yielded(config: Config, state: State, record: MemberRecord) -> int:
     return lowest(free, wanted.bit_count())
 
 
-def _advance(
-    state: State, record: MemberRecord, made: int, full: int, acked: int, ordered: int
-) -> MemberRecord:
+def _advance(state: State, record: MemberRecord, made: int, full: int, acked: int, ordered: int) -> MemberRecord:
     held = record.loaded & record.target
     spare = record.target & ~record.share & made
     crowded = bool(record.capacity) and (record.target | record.share).bit_count() > record.capacity
@@ -257,51 +282,52 @@ _DOUBLINGS = 2
 def allowed_copies(config: Config, state: State, records: list[MemberRecord]) -> dict[str, int]:
     """The copies that each server may be told to load now.
 
-    An expert that nobody of the server's class serves waits for nothing. The others share what is left of the budget:
-    first those with fewer copies than wanted, and while any of these is left, none that only moves. One that looks
-    dead gets nothing: it would hold the budget of those that could load.
+    An expert that nobody of the server's class serves waits for nothing. The others share what is left of their model's
+    budget: first those with fewer copies than wanted, and while any of these is left, none that only moves. One that
+    looks dead gets nothing: it would hold the budget of those that could load.
     """
     lost = state.silent | state.standing
     heard = [r for r in records if r.name not in lost]
     wanted = {r.name: lowest(r.share & ~r.target, room(r)) for r in heard if r.share & ~r.target}
     if not wanted:
         return {}
-    served: dict[str, int] = {}
+    known: dict[str, int] = {}
     short: dict[str, int] = {}
     for members in by_class(records):
         held = union(record.serving for record in members)
         targets = [record.target for record in members if record.name not in state.suspects]
         thin = held & ~in_at_least(config.replicas, targets)
-        served |= {record.name: held for record in members}
+        known |= {record.name: held for record in members}
         short |= {record.name: thin for record in members}
-    on_the_way = sum((record.target & ~record.loaded).bit_count() for record in records)
-    allowed = {name: bits & ~served[name] for name, bits in wanted.items()}
-    free = copies_budget(config, state) - on_the_way
-    queue = {name: bits & short[name] for name, bits in wanted.items() if bits & short[name]}
-    queue = queue or {name: bits & served[name] for name, bits in wanted.items() if bits & served[name]}
-    left = len(queue)
-    for name, bits in queue.items():
-        chosen = lowest(bits, max(0, -(-free // left)))
-        allowed[name] |= chosen
-        free -= chosen.bit_count()
-        left -= 1
+    allowed = {name: bits & ~known[name] for name, bits in wanted.items()}
+    for model in served(state):
+        # Each model has a budget of its own: one that comes whole does not hold up the repair of another.
+        own = bits_of([model])
+        on_the_way = sum((record.target & ~record.loaded & own).bit_count() for record in records)
+        free = copies_budget(config, model) - on_the_way
+        queue = {name: bits & short[name] & own for name, bits in wanted.items() if bits & short[name] & own}
+        queue = queue or {n: bits & known[n] & own for n, bits in wanted.items() if bits & known[n] & own}
+        left = len(queue)
+        for name, bits in queue.items():
+            chosen = lowest(bits, max(0, -(-free // left)))
+            allowed[name] |= chosen
+            free -= chosen.bit_count()
+            left -= 1
     return allowed
 
 
-def copies_budget(config: Config, state: State) -> int:
-    """Copies that may be on their way at once: at least one, or nothing would ever move."""
-    if not state.model.expert_bytes:
+def copies_budget(config: Config, model: Model) -> int:
+    """Copies of a model that may be on their way at once: at least one, or nothing would ever move."""
+    if not model.expert_bytes:
         return config.copies_in_flight
-    return max(1, min(config.copies_in_flight, config.bytes_in_flight // state.model.expert_bytes))
+    return max(1, min(config.copies_in_flight, config.bytes_in_flight // model.expert_bytes))
 
 
 def room(record: MemberRecord) -> int:
     """How many of the copies that a server lacks it could take now."""
     if not record.capacity:
         return record.share.bit_count()
-    return max(
-        0, record.capacity - (record.target & (record.share | record.loaded | record.retiring)).bit_count()
-    )
+    return max(0, record.capacity - (record.target & (record.share | record.loaded | record.retiring)).bit_count())
 
 
 def watch_copies(state: State) -> State:
@@ -347,15 +373,8 @@ def take_back_late_copies(config: Config, state: State) -> State:
             # What was ordered before, and comes late one after the other, is the same failure.
             wait_s = config.move_s * 2.0 ** min(failures.count, _DOUBLINGS)
             failures = Failures(count=failures.count + 1, next_s=state.now_s + wait_s)
-        state = with_record(
-            state,
-            replace(
-                record,
-                share=record.share & ~late,
-                target=record.target & ~late,
-                dropped_epoch=state.epoch + 1,
-            ),
-        )
+        left = replace(record, share=record.share & ~late, target=record.target & ~late, dropped_epoch=state.epoch + 1)
+        state = with_record(state, left)
         state = replace(
             state,
             stuck={**state.stuck, name: failures},

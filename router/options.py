@@ -53,6 +53,7 @@ class Option:
         least, most, above: Bounds of a number; `above` itself is out of them.
         positional: It has no flag; a command line gives it by itself.
         repeats: The flag is given once for each of several values. Without it they have commas between them.
+        word: Of its flag, where that is not its name.
         name, hint, owner: Of its field, its type, and the class that declares it.
     """
 
@@ -65,6 +66,7 @@ class Option:
     above: float | None = None
     positional: bool = False
     repeats: bool = False
+    word: str = ""
     name: str = ""
     hint: Any = None
     owner: type = object
@@ -72,7 +74,7 @@ class Option:
     @property
     def flag(self) -> str:
         """As it stands on a command line."""
-        return self.name if self.positional else f"--{self.name.replace('_', '-')}"
+        return self.name if self.positional else f"--{self.word or self.name.replace('_', '-')}"
 
     @property
     def kind(self) -> type:
@@ -81,12 +83,10 @@ class Option:
 
     @property
     def is_several(self) -> bool:
-        """Whether it holds several values."""
         return typing.get_origin(self.hint) is tuple
 
     @property
     def is_needed(self) -> bool:
-        """Whether it has no default."""
         return self.default is MISSING
 
     @property
@@ -115,9 +115,7 @@ class Option:
         """A value from text, or from what TOML holds. Raises OptionsInvalid, which says where it was found."""
         if not self.is_several:
             return self._one(raw, f"{where} {raw}")
-        items = (
-            raw if isinstance(raw, list) else raw.split() if self.repeats and isinstance(raw, str) else [raw]
-        )
+        items = raw if isinstance(raw, list) else raw.split() if self.repeats and isinstance(raw, str) else [raw]
         if not self.repeats:
             parts = (item.split(",") if isinstance(item, str) else [item] for item in items)
             items = [item for part in parts for item in part if item != ""]
@@ -146,9 +144,7 @@ class Option:
         bounds = {"more than": self.above, "at least": self.least, "at most": self.most}
         needed = " and ".join(f"{words} {bound:g}" for words, bound in bounds.items() if bound is not None)
         low = self.above is None or value > self.above
-        if not (
-            low and (self.least is None or value >= self.least) and (self.most is None or value <= self.most)
-        ):
+        if not (low and (self.least is None or value >= self.least) and (self.most is None or value <= self.most)):
             raise OptionsInvalid(f"{self.flag} {value}: {needed} is needed.")
 
 
@@ -245,8 +241,7 @@ def arguments(options: Options) -> list[str]:
 
 def derived(options: Options, kind: type[_T], **more: Any) -> _T:
     """Options of another process: those that both have by one declaration as they are here, and `more`, which counts
-    before them. Raises as `kind` does.
-    """
+    before them. Raises as `kind` does."""
     theirs = options_of(kind)
     ours = {name: one.owner for name, one in options_of(type(options)).items()}
     both = {name for name, one in theirs.items() if ours.get(name) is one.owner}
@@ -292,9 +287,7 @@ def _parser(kind: type[Options], role: str, options: Mapping[str, Option]) -> ar
     # The role's own options stand first.
     for one in sorted(options.values(), key=lambda one: kind.__mro__.index(one.owner)):
         if one.owner not in groups:
-            groups[one.owner] = (
-                parser if one.owner is kind else parser.add_argument_group(title_of(one.owner))
-            )
+            groups[one.owner] = parser if one.owner is kind else parser.add_argument_group(title_of(one.owner))
         said = " (needed)" if one.is_needed else f" (default: {one.default_text})" if one.default_text else ""
         words: dict[str, Any] = {"help": (one.help + said).replace("%", "%%")}
         if one.kind is bool:

@@ -96,9 +96,7 @@ def place(
     return dict(zip(names, result, strict=True))
 
 
-def _rings(
-    names: Sequence[str], zone: Sequence[str], layers: int, experts: int, copies: int
-) -> dict[str, int]:
+def _rings(names: Sequence[str], zone: Sequence[str], layers: int, experts: int, copies: int) -> dict[str, int]:
     """Half of the experts on the ring of servers in order, half on the ring of every stride-th server."""
     count = len(names)
     order = _interleaved(zone)
@@ -114,9 +112,7 @@ def _rings(
             phase, rest = layer % count, experts - each * count
             first, end = (slice_ * rest + phase) // count, ((slice_ + 1) * rest + phase) // count
             near_bits = bitmap.of_pairs(((layer, each * slice_ + i) for i in range(each)), experts)
-            far_bits = bitmap.of_pairs(
-                ((layer, each * count + expert) for expert in range(first, end)), experts
-            )
+            far_bits = bitmap.of_pairs(((layer, each * count + expert) for expert in range(first, end)), experts)
             for step in range(copies):
                 placed[near[(slice_ + step) % count]] |= near_bits
                 placed[far[(slice_ + step) % count]] |= far_bits
@@ -301,9 +297,7 @@ class _Layer:
         return False
 
     def _make_room(self, server: int, copy: int, tried: set[int]) -> bool:
-        """Free one place, by a chain of moves or by dropping a copy of an expert that has more than
-        `copy`.
-        """
+        """Free one place, by a chain of moves or by dropping a copy of an expert that has more than `copy`."""
         if server in tried:
             return False
         tried.add(server)

@@ -15,10 +15,11 @@ from numpy.typing import NDArray
 from router import bitmap
 from router.events import Command, Fenced, Routed, Scaled, StartProcess, Totals
 from router.lifecycle import OVERDUE, held_up
+from router.models import awake, bits_of, find, group, groups, members_of, served, width
 from router.records import pool, replace
 from router.scaling import Memory, Signals, decide, signals_of
 from router.state import LAUNCHED_POOLS, MOST_MEMBERS, Config, ConfigInvalid, MemberRecord, State
-from router.view import ATTENTION, EXPERT, GATEWAY, PoolSize
+from router.view import ATTENTION, EXPERT, FOR, GATEWAY, PoolSize
 
 # Load words that tell how long or how full, not how much: of several members the worst counts. The others add up.
 LEVELS = frozenset({"queue_s", "kv_use", "ttft_p99_s", "tpot_p99_s"})
@@ -26,9 +27,9 @@ LEVELS = frozenset({"queue_s", "kv_use", "ttft_p99_s", "tpot_p99_s"})
 
 def pool_size(config: Config, state: State, name: str) -> PoolSize:
     """The sizes of one launched pool."""
-    members = pool(state, name)
+    members = members_of(state, name)
     draining = sum(record.draining for record in members)
-    least, most = config.bounds(name)
+    least, most = config.bounds(name.partition(":")[0])
     wanted = state.wanted.get(name, config.wanted(name))
     return PoolSize(
         wanted=wanted,
@@ -44,15 +45,13 @@ def pool_size(config: Config, state: State, name: str) -> PoolSize:
 def pool_load(state: State, name: str) -> dict[str, float]:
     """What the members of a pool report, by word: the worst of a level, the sum of the rest.
 
-    A word that nobody reports is absent. What waits at a gateway waits for an attention worker, so it counts as load
-    of that pool: with no worker left it is the only one that anybody reports.
+    A word that nobody reports is absent. What waits at a gateway for a model waits for an attention worker of it, so it
+    counts as load of that pool: with no worker left it is the only one that anybody reports.
     """
-    pools = (ATTENTION, GATEWAY) if name == ATTENTION else (name,)
+    gates = members_of(state, GATEWAY) if name.partition(":")[0] == ATTENTION else []
     total: dict[str, float] = {}
-    for record in state.members.values():
-        if record.pool not in pools:
-            continue
-        for word, value in state.liveness[record.name].load.items():
+    for record in (*members_of(state, name), *gates):
+        for word, value in _load_for(state, name, record).items():
             # A gateway's running streams run on attention workers, which report them.
             if not math.isfinite(value) or (record.pool == GATEWAY and word == "running"):
                 continue
@@ -61,10 +60,23 @@ def pool_load(state: State, name: str) -> dict[str, float]:
     return total
 
 
-def replicas_min(state: State) -> int:
-    """Servers that may be asked for the expert which has the fewest; 0 when some expert can be asked of none."""
-    everything = bitmap.everything(state.model.layers, state.model.experts)
-    return bitmap.copies((record.serving for record in state.members.values()), everything)[0]
+def _load_for(state: State, name: str, record: MemberRecord) -> Mapping[str, float]:
+    """A member's report; of a gateway that tells models apart, the part that attention workers of that pool do."""
+    load = state.liveness[record.name].load
+    model = next((m for m in state.models if group(state, ATTENTION, m.hash) == name), None)
+    if record.pool != GATEWAY or model is None:
+        return load
+    own = f"{FOR}{model.number}:"
+    return {word.removeprefix(own): load[word] for word in load if word.startswith(own)} or load
+
+
+def replicas_min(config: Config, state: State) -> int:
+    """Servers that may be asked for the expert which has the fewest; 0 when some expert can be asked of none. As many
+    as are wanted, where all models sleep and none is to be held."""
+    models = served(state)
+    if models and all(model.asleep for model in models):
+        return config.replicas
+    return bitmap.copies((r.serving for r in state.members.values()), bits_of(awake(state)))[0]
 
 
 def moves_in_flight(state: State) -> int:
@@ -107,22 +119,22 @@ def pool_signals(state: State, name: str) -> Signals:
     loads: dict[str, list[Mapping[str, float]]] = {}
     starting = sum(start.pool == name for start in state.starts)
     draining = 0
+    own = {record.name for record in members_of(state, name)}
+    base = name.partition(":")[0]
     for record in state.members.values():
         if record.name in state.silent or record.name in state.standing:
             continue
+        # What waits for one model's workers is no load of another's.
+        if record.pool == ATTENTION == base and record.name not in own:
+            continue
         if record.draining:
-            draining += record.pool == name
+            draining += record.name in own
         elif record.ready:
-            loads.setdefault(record.pool, []).append(state.liveness[record.name].load)
+            loads.setdefault(record.pool, []).append(_load_for(state, name, record))
         else:
-            starting += record.pool == name
+            starting += record.name in own
     return signals_of(
-        name,
-        loads,
-        wanted=state.wanted[name],
-        live=len(loads.get(name, ())),
-        starting=starting,
-        draining=draining,
+        base, loads, wanted=state.wanted[name], live=len(loads.get(base, ())), starting=starting, draining=draining
     )
 
 
@@ -131,11 +143,13 @@ def autoscale(config: Config, state: State, commands: list[Command]) -> State:
     if not config.autoscale:
         return state
     memories = dict(state.memories)
-    for name, policy in config.autoscale.items():
-        wanted, memories[name] = decide(
-            policy, pool_signals(state, name), memories.get(name, Memory()), state.now_s
-        )
-        least, most = config.bounds(name)
+    leaving = {group(state, ATTENTION, model.hash) for model in state.models if model.leaving}
+    for name in groups(state):
+        policy = config.autoscale.get(name.partition(":")[0])
+        if policy is None or name in leaving:
+            continue
+        wanted, memories[name] = decide(policy, pool_signals(state, name), memories.get(name, Memory()), state.now_s)
+        least, most = config.bounds(name.partition(":")[0])
         wanted = min(max(wanted, least), most)
         if wanted != state.wanted[name]:
             commands.append(Scaled(pool=name, wanted=wanted, why=memories[name].why))
@@ -163,6 +177,9 @@ class Counts:
         self.evictions: Counter[tuple[str, str]] = Counter()
         # Copies of experts that servers loaded, gave up, and loaded while they served already.
         self.loaded = self.unloaded = self.migrated = 0
+        # How long each model took, by number, when it was last woken; and those that are not whole yet, since.
+        self.wake_s: dict[int, float] = {}
+        self._woken_s: dict[int, float] = {}
         self._said: dict[str, Callable[[], tuple[Totals, ...]]] = {}
         self.failed_ticks = 0
         # By (layer, expert) in the order of bitmaps; empty before any.
@@ -174,8 +191,13 @@ class Counts:
             self.scale_changes.update(
                 pool for pool, wanted in after.wanted.items() if before.wanted.get(pool, wanted) != wanted
             )
+        if after.models is not before.models:
+            slept = {model.number for model in before.models if model.asleep}
+            woken = (model.number for model in after.models if model.number in slept and not model.asleep)
+            self._woken_s |= dict.fromkeys(woken, after.now_s)
         if after.members is not before.members:
             self._note_copies(before.members, after.members)
+            self._note_woken(after)
         for command in commands:
             if isinstance(command, Fenced):
                 pool = command.name.partition("/")[0]
@@ -186,6 +208,11 @@ class Counts:
                 self._said.pop(command.name, None)
             elif isinstance(command, StartProcess):
                 self.launches[command.pool] += 1
+
+    def _note_woken(self, state: State) -> None:
+        for number in [*self._woken_s]:
+            if not bits_of([state.models[number]]) & ~bitmap.union(record.serving for record in state.members.values()):
+                self.wake_s[number] = state.now_s - self._woken_s.pop(number)
 
     def _note_copies(self, before: Mapping[str, MemberRecord], after: Mapping[str, MemberRecord]) -> None:
         for name, record in after.items():
@@ -210,10 +237,13 @@ class Counts:
 
     def add_rows(self, state: State, routed: Routed) -> None:
         """Count rows that an attention worker sent to each expert."""
-        pairs = (state.model.layers * state.model.experts,)
-        if routed.rows.shape == pairs:
-            # Of another model the experts are others.
-            self.rows = (self.rows if self.rows.shape == pairs else np.zeros(pairs, np.uint64)) + routed.rows
+        model = find(state, state.members[routed.name].model) if routed.name in state.members else None
+        if model is None or routed.rows.shape != (model.layers * model.experts,):
+            return
+        known, self.rows = self.rows, np.zeros(width(state), np.uint64)
+        if len(known) <= len(self.rows):
+            self.rows[: len(known)] = known
+        self.rows[model.base :][: len(routed.rows)] += routed.rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,7 +252,8 @@ class Coverage:
 
     servers: names of the expert members. lost: (layer, expert) pairs that no member may be asked for. below: those
     with fewer replicas than wanted, the lost ones too. load: [layers, servers] rows per second, as they fall on
-    servers when each expert's are split evenly over its replicas; of the last minute or two.
+    servers when each expert's are split evenly over its replicas; of the last minute or two. The layers are those of
+    all models in a row; rows of any but the first count as many of its own as they have bytes of weights to read.
     """
 
     servers: tuple[str, ...]
@@ -233,8 +264,7 @@ class Coverage:
     @property
     def balancedness(self) -> float | None:
         """Mean over the greatest load of a server: 1 when all are as busy, 1/servers when one does everything; of all
-        layers together, each weighted with its load. None while there is no load.
-        """
+        layers together, each weighted with its load. None while there is no load."""
         if not self.load.any():
             return None
         busiest = self.load.max(axis=1)
@@ -243,27 +273,27 @@ class Coverage:
 
 def coverage(config: Config, state: State) -> Coverage:
     """Of the present state. More copies than there are servers wanted are not wanted of any expert."""
-    layers, experts = state.model.layers, state.model.experts
     members = pool(state, EXPERT)
-    serving = np.zeros((len(members), layers * experts), bool)
-    for row, record in zip(serving, members, strict=True):
-        row[:] = _bits(bitmap.to_bytes(record.serving, layers, experts), layers * experts)
-    copies = serving.sum(axis=0)
     wanted = min(config.replicas, max(1, state.wanted.get(EXPERT, config.replicas)))
-    load = np.zeros((layers, len(members)))
-    if state.routed is not None and state.routed.shape == copies.shape and members:
-        age_s = max(0.0, state.now_s - state.routed_s)
-        # A steady rate adds up to rate * half life / ln 2.
-        rate = np.log(2) / config.routed_half_life_s * 0.5 ** (age_s / config.routed_half_life_s)
-        each = state.routed * rate / np.maximum(copies, 1)
-        load = (serving * each).reshape(len(members), layers, experts).sum(axis=2).T
+    lost = below = 0
+    loads: list[NDArray[np.float64]] = [np.zeros((0, len(members)))]
+    for model in (models := awake(state)):
+        pairs = model.layers * model.experts
+        serving = np.zeros((len(members), pairs), bool)
+        for row, record in zip(serving, members, strict=True):
+            held = np.frombuffer(bitmap.to_bytes(model.take(record.serving), 1, pairs), np.uint8)
+            row[:] = np.unpackbits(held, count=pairs, bitorder="little")
+        copies = serving.sum(axis=0)
+        lost, below = lost + int((copies == 0).sum()), below + int((copies < wanted).sum())
+        load = np.zeros((model.layers, len(members)))
+        if state.routed is not None and len(state.routed) >= model.base + pairs and members:
+            age_s = max(0.0, state.now_s - state.routed_s)
+            # A steady rate adds up to rate * half life / ln 2.
+            rate = np.log(2) / config.routed_half_life_s * 0.5 ** (age_s / config.routed_half_life_s)
+            rate *= model.expert_bytes / models[0].expert_bytes if models[0].expert_bytes else 1.0
+            each = state.routed[model.base :][:pairs] * rate / np.maximum(copies, 1)
+            load = (serving * each).reshape(len(members), model.layers, model.experts).sum(axis=2).T
+        loads.append(load)
     return Coverage(
-        servers=tuple(record.name for record in members),
-        lost=int((copies == 0).sum()),
-        below=int((copies < wanted).sum()),
-        load=load,
+        servers=tuple(record.name for record in members), lost=lost, below=below, load=np.concatenate(loads)
     )
-
-
-def _bits(held: bytes, count: int) -> NDArray[np.bool_]:
-    return np.unpackbits(np.frombuffer(held, np.uint8), count=count, bitorder="little").astype(bool)

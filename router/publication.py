@@ -11,7 +11,7 @@ from collections import deque
 
 from router.messages import packed, to_message
 from router.proto import router_pb2 as pb
-from router.records import phase, replace, shown, view_of
+from router.records import phase, shown, view_of
 from router.state import Config, MemberRecord, State
 
 # Members that went: who has seen none of the last so many go is told the whole View.
@@ -37,10 +37,7 @@ class Publication:
 
     def publish(self, config: Config, state: State) -> None:
         """Take the members of a new epoch; their loads are those of the epoch in which they changed last."""
-        shape = state.model.layers, state.model.experts
-        reshaped = shape != (self._head.layers, self._head.experts)
-        head = replace(state, members={})
-        self._head, self._made = to_message(view_of(config, head)), {}
+        self._head, self._made = to_message(view_of(config, state, members=())), {}
         for name in self._shown.keys() - state.members.keys():
             del self._shown[name], self._members[name]
             self._gone.append((state.epoch, name))
@@ -49,7 +46,7 @@ class Publication:
         for name, record in state.members.items():
             said = phase(state, record)
             was = self._shown.get(name)
-            if was is not None and was[0] is record and was[1] == said and not reshaped:
+            if was is not None and was[0] is record and was[1] == said:
                 continue
             self._shown[name] = record, said
             self._members[name] = state.epoch, packed(shown(state, record))

@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from router import bitmap
 from router.events import Command, Fenced
+from router.models import group, named, width
 from router.state import Config, FencedClient, Liveness, MemberRecord, State
 from router.view import (
     ASKING_POOLS,
@@ -19,6 +20,7 @@ from router.view import (
     WARMING,
     GoneMember,
     Member,
+    Model,
     View,
 )
 
@@ -37,12 +39,6 @@ def replace(whole: _Whole, **changes: object) -> _Whole:
     return changed
 
 
-def is_member(state: State, name: str, incarnation: int) -> bool:
-    """True if that incarnation is a member: nobody else speaks under its name."""
-    record = state.members.get(name)
-    return record is not None and record.incarnation == incarnation
-
-
 def with_record(state: State, record: MemberRecord) -> State:
     """The state with one member's record replaced."""
     return replace(state, members={**state.members, record.name: record})
@@ -53,9 +49,7 @@ def with_liveness(state: State, name: str, liveness: Liveness) -> State:
     return replace(state, liveness={**state.liveness, name: liveness})
 
 
-def fence(
-    config: Config, state: State, name: str, reason: str, commands: list[Command], ended: bool = False
-) -> State:
+def fence(config: Config, state: State, name: str, reason: str, commands: list[Command], ended: bool = False) -> State:
     """The state without a member. Its name and incarnation never return.
 
     Args:
@@ -76,10 +70,7 @@ def fence(
     until_s = liveness.renewed_s + config.lease_s
     fenced_clients = state.fenced_clients
     if record.pool in ASKING_POOLS and record.ready and not ended and until_s > state.now_s:
-        fenced_clients = (
-            *fenced_clients,
-            FencedClient(host=record.host, pid=record.pid, acked=liveness.acked, until_s=until_s),
-        )
+        fenced_clients += (FencedClient(host=record.host, pid=record.pid, acked=liveness.acked, until_s=until_s),)
     return replace(
         with_gone(state, gone),
         members=_without(state.members, name),
@@ -139,24 +130,26 @@ def phase(state: State, record: MemberRecord) -> str:
     return SUSPECT if record.name in state.suspects else SERVING
 
 
-def view_of(config: Config, state: State) -> View:
-    """What everyone may see of the state."""
-    layers, experts = state.model.layers, state.model.experts
+def view_of(config: Config, state: State, members: Iterable[MemberRecord] | None = None) -> View:
+    """What everyone may see of the state. Args: members: those that it is to show; None: all."""
+    models = named(config, state)
+    first = models[0] if models else Model()
     return View(
         term=state.term,
         epoch=state.epoch,
         replicas_wanted=config.replicas,
-        layers=layers,
-        experts=experts,
-        model_hash=state.model.hash,
+        layers=first.layers,
+        experts=first.experts,
+        model_hash=first.hash,
         salt=state.salt,
-        members=tuple(shown(state, record) for record in state.members.values()),
+        members=tuple(shown(state, r) for r in (state.members.values() if members is None else members)),
+        models=models,
     )
 
 
 def shown(state: State, record: MemberRecord) -> Member:
     """What everyone may see of a member."""
-    layers, experts = state.model.layers, state.model.experts
+    count = width(state)
     return Member(
         name=record.name,
         pool=record.pool,
@@ -167,9 +160,10 @@ def shown(state: State, record: MemberRecord) -> Member:
         host=record.host,
         core=record.core,
         numerics_class=record.numerics_class,
-        target=bitmap.to_bytes(record.target, layers, experts),
-        serving=bitmap.to_bytes(record.serving, layers, experts),
+        target=bitmap.to_bytes(record.target, 1, count),
+        serving=bitmap.to_bytes(record.serving, 1, count),
         load=state.liveness[record.name].load,
+        model=record.model,
     )
 
 
@@ -194,17 +188,19 @@ def peers(state: State, record: MemberRecord) -> list[MemberRecord]:
 
 
 def is_last_worker(state: State, name: str) -> bool:
-    """True if it is an attention worker that serves, and no other that does is heard of and at work."""
+    """True if it is an attention worker that serves, and no other of its model that does is heard of and at work."""
     if not state.members[name].ready or state.members[name].pool != ATTENTION:
         return False
     lost = state.silent | state.standing
-    others = (record for record in pool(state, ATTENTION) if record.name != name)
+    model = state.members[name].model
+    others = (r for r in pool(state, ATTENTION) if r.name != name and r.model == model)
     return not any(record.ready and not record.draining and record.name not in lost for record in others)
 
 
 def is_needed(state: State, record: MemberRecord) -> bool:
     """True if a member that goes must not yet: its experts, or the streams of one that is retired, have no other."""
-    streams = record.operation and state.wanted[ATTENTION] and is_last_worker(state, record.name)
+    streams = record.operation and is_last_worker(state, record.name)
+    streams = streams and state.wanted.get(group(state, record.pool, record.model))
     return bool(streams) or is_last_replica(state, record.name)
 
 

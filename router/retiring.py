@@ -4,8 +4,8 @@ Its pool's wanted size stays. Where a launcher is attached it is ordered another
 once that serves; to have it go without, make the pool smaller by one. Where nobody starts processes it drains at once.
 In both cases an expert server holds what only it serves until others do, and the last attention worker waits for
 another, however long that takes. A gateway drains by itself, once another listens in its place; a client at once, and
-then joins anew. The router has nothing
-that must be had elsewhere first: its journal is on the disk, or in etcd, where another leads next.
+then joins anew. The router has nothing that must be had elsewhere first: its journal is on the disk, or in etcd, where
+another leads next.
 
 Whoever asks gives the operation an id. The member's record holds it, and so does what is remembered of who has gone: no
 restart forgets it, and asking again changes nothing.
@@ -19,9 +19,10 @@ from typing import Any
 from router import bitmap
 from router.events import Command, Join, Refused, Retire, UnknownMember
 from router.lifecycle import SALT_MASK, begin_drain, held_up
+from router.models import group, members_of
 from router.records import is_last_worker, peers, pool, replace, with_gone, with_record
 from router.state import COUNT_BITS, LAUNCHED_POOLS, MemberRecord, State
-from router.view import ATTENTION, DRAINING, EXPERT, GATEWAY, GoneMember, Retirement
+from router.view import DRAINING, EXPERT, GATEWAY, GoneMember, Retirement
 
 OPERATION = "an id of 1 to 128 printable characters"
 # Whatever else is said of a gateway that has gone, it may have streams still.
@@ -62,9 +63,7 @@ def _end_router(state: State, event: Retire) -> State:
     joined = state.joined + 1
     incarnation = (state.salt & SALT_MASK) << COUNT_BITS | joined
     asked: dict[str, Any] = {"operation": event.operation, "asked_unix_s": event.unix_s}
-    gone = GoneMember(
-        name=event.name, incarnation=incarnation, pid=event.router_pid, reason="retired", **asked
-    )
+    gone = GoneMember(name=event.name, incarnation=incarnation, pid=event.router_pid, reason="retired", **asked)
     return replace(with_gone(state, gone), joined=joined)
 
 
@@ -95,12 +94,13 @@ def _awaited(state: State, record: MemberRecord) -> str:
         return "verified copies of its experts elsewhere, and the last calls"
     if record.draining and record.pool == GATEWAY and all(other.draining for other in pool(state, GATEWAY)):
         return "another gateway that serves"
-    if state.wanted[ATTENTION] and is_last_worker(state, record.name):
+    own = group(state, record.pool, record.model)
+    if is_last_worker(state, record.name) and state.wanted.get(own):
         return "another attention worker that serves"
     if record.draining:
         return "the end of what runs on it"
-    if len(pool(state, record.pool)) > state.wanted[record.pool]:
-        return held_up(state, record.pool)
+    if len(members_of(state, own)) > state.wanted.get(own, 0):
+        return held_up(state, own)
     return "a process that takes its place" if state.launchers else ""
 
 

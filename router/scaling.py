@@ -111,9 +111,7 @@ class Policy:
             raise PolicyInvalid(f"trend_s is {self.trend_s}; give more than burst_s, which is {self.burst_s}")
         for name in ("hold_s", "start_s"):
             if getattr(self, name) > (longest := 200 * self.sample_s):
-                raise PolicyInvalid(
-                    f"{name} is {getattr(self, name)}; give at most 200 times sample_s, {longest}"
-                )
+                raise PolicyInvalid(f"{name} is {getattr(self, name)}; give at most 200 times sample_s, {longest}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -230,11 +228,8 @@ def decide(policy: Policy, signals: Signals, memory: Memory, now_s: float) -> tu
         changes = tuple(at_s for at_s in changes if at_s > now_s - HOUR_S)
     if wanted and not policy.least and min(now_s - seen.worked_s, past.age_s) >= IDLE_S:
         # What was before a pause says nothing of what comes after it.
-        size, past, why = (
-            0,
-            replace(Past(), seen=past.seen, chosen=past.chosen, at=past.at, chosen_s=past.chosen_s),
-            f"no work for {IDLE_S:.0f} s",
-        )
+        size, why = 0, f"no work for {IDLE_S:.0f} s"
+        past = Past(seen=past.seen, chosen=past.chosen, at=past.at, chosen_s=past.chosen_s)
     else:
         size, why = _resize(policy, signals, past, changes, need, now_s)
     if size != wanted:
@@ -315,9 +310,7 @@ def _forecast(
 
     strain, strained_s = 1 + (past.strain - 1) * math.exp(-span_s / HOUR_S), past.strained_s
     # Late with idle servers is not for want of servers.
-    late = (
-        signals.lateness is not None and signals.lateness > 1 and (signals.busy is None or signals.busy > 0.5)
-    )
+    late = signals.lateness is not None and signals.lateness > 1 and (signals.busy is None or signals.busy > 0.5)
     if late and now_s - strained_s >= STRAIN_S:
         strain, strained_s = min(strain * STRAIN_STEP, STRAIN_MOST), now_s
 
@@ -333,10 +326,9 @@ def _forecast(
         reason = f"KV cache {signals.kv_use:.0%} full, {KV_MOST:.0%} allowed"
     held = (*[h for h in past.needs if h[0] > now_s - policy.hold_s and h[1] > need], (now_s, need))
     new = Past(
-        age_s=age_s, trend=trend, base=base, burst=burst, needs=held, strain=strain, strained_s=strained_s
-    )
-    chosen_s = past.chosen_s if chosen == past.chosen else now_s
-    new = replace(new, seen=hindsight, chosen=chosen, at=at, chosen_s=chosen_s)
+        age_s=age_s, trend=trend, base=base, burst=burst, needs=held, strain=strain, strained_s=strained_s,
+        seen=hindsight, chosen=chosen, at=at, chosen_s=past.chosen_s if chosen == past.chosen else now_s,
+    )  # fmt: skip
     return need, new, reason
 
 
@@ -384,13 +376,7 @@ def _gain(span_s: float, length_s: float, age_s: float) -> float:
 
 
 def _learn(
-    policy: Policy,
-    seen: Hindsight,
-    load: float,
-    span_s: float,
-    ahead: float,
-    wanted: int,
-    followed: int | None,
+    policy: Policy, seen: Hindsight, load: float, span_s: float, ahead: float, wanted: int, followed: int | None
 ) -> Hindsight:
     """What is known once all fleets have served the sample that ends now, of this load.
 

@@ -9,7 +9,7 @@ import os
 import secrets
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import aclosing, suppress
 from functools import partial
 from typing import Any, NoReturn, TypeVar
@@ -26,7 +26,7 @@ from router.host import boot_s, host_id
 from router.injection import Injections, KeyNeeded, TooManyFaults, Watcher
 from router.journal import JournalUnusable, Store
 from router.keda import NothingReported, TriggerInvalid
-from router.lifecycle import ORDERLY
+from router.lifecycle import DRAINED, ORDERLY
 from router.messages import (
     LEADER,
     SERVICE,
@@ -41,13 +41,14 @@ from router.messages import (
     to_message,
     totals_of,
 )
+from router.models import groups
 from router.pools import Counts, pool_size
 from router.proto import router_pb2 as pb
 from router.proto import router_pb2_grpc as rpc
 from router.publication import Publication
 from router.records import view_of
 from router.retiring import retirement, retirements
-from router.state import LAUNCHED_POOLS, Config, State
+from router.state import Config, State
 from router.tls import guarded, why_not
 from router.view import NO_ROWS, Identity, PoolSize, Retirement, Status
 
@@ -97,7 +98,6 @@ class Guard(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        """The method behind the checks."""
         handler: Any = await continuation(handler_call_details)
         method: str = handler_call_details.method
         if handler is None or (method.startswith("/grpc.") and not self._needs_roles):
@@ -187,7 +187,6 @@ class ExitWatch:
             os.close(fd)
 
     def close(self) -> None:
-        """Stop watching everything."""
         for pid in list(self._watched):
             self.forget(pid)
 
@@ -216,17 +215,19 @@ class RouterService(rpc.RouterServicer):
         election: Election | None = None,
         allow_chaos: bool = False,
         name: str = "router/0",
+        named: Callable[[], Iterable[events.AddModel]] = tuple,
     ) -> None:
         """Must be made on the event loop that will serve; does nothing before `lead`.
 
         Args: election: None where there is only one router. allow_chaos: faults may be injected. name: of this router.
+        named: models to serve where the journal does not know them, asked for as each term begins.
         """
         self.name = name
         self.retired = asyncio.Event()  # this router must end
         self.health = HealthServicer()
         self._config = config
         self.counts = Counts()
-        self._store = store
+        self._store, self._named = store, named
         self._clock = clock
         self._election = election
         self._host = host_id()
@@ -263,6 +264,10 @@ class RouterService(rpc.RouterServicer):
         self._led = True
         try:
             self._apply(events.Started(salt=secrets.randbelow(1 << 20)))
+            # Before anybody is answered: whoever joins, or asks for one, finds them.
+            for entry in self._named():
+                if refused := _first(events.Refused, self._apply(entry)):
+                    log.warning("model_not_served name=%s reason=%s", entry.model.name, refused.message)
         except JournalUnusable:
             self.step_down()
             raise
@@ -270,10 +275,7 @@ class RouterService(rpc.RouterServicer):
         for record in self._state.members.values():
             self._watch_exit(record.host, record.pid)
         log.info(
-            "term_started term=%d epoch=%d members=%d",
-            self._state.term,
-            self._state.epoch,
-            len(self._state.members),
+            "term_started term=%d epoch=%d members=%d", self._state.term, self._state.epoch, len(self._state.members)
         )
 
     def require_leading(self) -> None:
@@ -359,15 +361,11 @@ class RouterService(rpc.RouterServicer):
                     raise
 
     async def Join(self, request: pb.JoinRequest, context: Context) -> pb.JoinReply:
-        del context
         commands = self.apply(from_message(events.Join, request))
-        if refused := _first(events.Refused, commands):
-            said = (request.pool, request.address, refused.message)
-            log.warning("join_refused pool=%s address=%s reason=%s", *said)
-            raise CallRefused(grpc.StatusCode.FAILED_PRECONDITION, refused.message)
-        joined = _first(events.Joined, commands)
-        if joined is None:
-            raise RuntimeError("the core answered a Join with neither Joined nor Refused")
+        if (joined := _first(events.Joined, commands)) is None:
+            reason = _reasons(commands)
+            log.warning("join_refused pool=%s address=%s reason=%s", request.pool, request.address, reason)
+            raise CallRefused(grpc.StatusCode.FAILED_PRECONDITION, reason)
         log.info("joined name=%s address=%s pid=%d", joined.name, request.address, request.pid)
         self._watch_exit(request.host, request.pid)
         identity = Identity(
@@ -379,10 +377,7 @@ class RouterService(rpc.RouterServicer):
         )
         return to_message(identity, salt=self._state.salt)
 
-    async def Renew(
-        self, requests: AsyncIterator[pb.RenewRequest], context: Context
-    ) -> AsyncIterator[pb.RenewReply]:
-        del context
+    async def Renew(self, requests: AsyncIterator[pb.RenewRequest], context: Context) -> AsyncIterator[pb.RenewReply]:
         said = None
         async for request in requests:
             # An answer costs as much as three renewals, and nearly all say the same.
@@ -415,7 +410,6 @@ class RouterService(rpc.RouterServicer):
         return pb.RenewReply(incarnation=incarnation, fenced=True, drained=reason in ORDERLY, reason=reason)
 
     async def Watch(self, request: pb.WatchRequest, context: Context) -> AsyncIterator[pb.View | bytes]:
-        del context
         watcher = Watcher(request.incarnation, taken_of(request))
         self._watchers.add(watcher)
         self.injections.attach(request.name, watcher)
@@ -441,33 +435,25 @@ class RouterService(rpc.RouterServicer):
         self.require_leading()
 
     async def Loaded(self, request: pb.LoadedRequest, context: Context) -> pb.LoadedReply:
-        del context
         commands = self.apply(loaded_of(request))
         return pb.LoadedReply(
-            fenced=_first(events.UnknownMember, commands) is not None,
-            stale=_first(events.Stale, commands) is not None,
+            fenced=_first(events.UnknownMember, commands) is not None, stale=_first(events.Stale, commands) is not None
         )
 
     async def Suspect(self, request: pb.SuspectRequest, context: Context) -> pb.SuspectReply:
-        del context
         log.warning("suspected name=%s by=%s reason=%s", request.name, request.by, request.reason)
         self.apply(from_message(events.Suspected, request))
         return pb.SuspectReply()
 
     async def Leave(self, request: pb.LeaveRequest, context: Context) -> pb.LeaveReply:
-        del context
         self.apply(from_message(events.Left, request))
         return pb.LeaveReply()
 
     async def ReportExit(self, request: pb.ReportExitRequest, context: Context) -> pb.ReportExitReply:
-        del context
         fenced = _first(events.Fenced, self.apply(from_message(events.Exited, request)))
         return pb.ReportExitReply(name=fenced.name if fenced else "")
 
-    async def Launches(
-        self, request: pb.LaunchesRequest, context: Context
-    ) -> AsyncIterator[pb.LaunchCommand]:
-        del context
+    async def Launches(self, request: pb.LaunchesRequest, context: Context) -> AsyncIterator[pb.LaunchCommand]:
         queue: asyncio.Queue[events.StartProcess | events.StopProcess | None] = asyncio.Queue()
         replaced = self._launchers.get(request.host)
         self._launchers[request.host] = queue
@@ -484,7 +470,6 @@ class RouterService(rpc.RouterServicer):
                 self._report(events.LauncherDetached(host=request.host))
 
     async def Scale(self, request: pb.ScaleRequest, context: Context) -> pb.ScaleReply:
-        del context
         return pb.ScaleReply(pool=to_message(self.scale(scale_of(request))))
 
     def scale(self, event: events.Scale) -> PoolSize:
@@ -498,8 +483,21 @@ class RouterService(rpc.RouterServicer):
             raise CallRefused(grpc.StatusCode.INVALID_ARGUMENT, refused.message)
         return pool_size(self._config, self._state, event.pool)
 
+    async def AddModel(self, request: pb.AddModelRequest, context: Context) -> pb.Model:
+        return self._model(from_message(events.AddModel, request), grpc.StatusCode.FAILED_PRECONDITION)
+
+    async def RemoveModel(self, request: pb.RemoveModelRequest, context: Context) -> pb.Model:
+        return self._model(events.RemoveModel(name=request.name), grpc.StatusCode.NOT_FOUND)
+
+    def _model(self, event: events.AddModel | events.RemoveModel, code: grpc.StatusCode) -> pb.Model:
+        commands = self.apply(event)
+        if (serves := _first(events.Serves, commands)) is None:
+            raise CallRefused(code, _reasons(commands))
+        model = serves.model
+        log.info("model name=%s hash=%s number=%d leaving=%s", model.name, model.hash, model.number, model.leaving)
+        return to_message(model)
+
     async def Retire(self, request: pb.RetireRequest, context: Context) -> pb.Retirement:
-        del context
         return to_message(self.retire(request.name, request.operation))
 
     def retire(self, name: str, operation: str) -> Retirement:
@@ -529,10 +527,9 @@ class RouterService(rpc.RouterServicer):
         return found
 
     async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusReply:
-        del context
         status = Status(
             view=view_of(self._config, self._state),
-            pools={name: pool_size(self._config, self._state, name) for name in LAUNCHED_POOLS},
+            pools={name: pool_size(self._config, self._state, name) for name in groups(self._state)},
             problem=self.problem,
             gone=self._state.gone,
             pid=os.getpid(),
@@ -543,18 +540,15 @@ class RouterService(rpc.RouterServicer):
         return to_message(status)
 
     async def Inject(self, request: pb.InjectRequest, context: Context) -> pb.InjectReply:
-        del context
         self.injections.require_no_key()
         injection = await self.injections.inject(request.names, from_message(Fault, request.fault))
         return pb.InjectReply(id=injection.fault.id)
 
     async def Clear(self, request: pb.ClearRequest, context: Context) -> pb.ClearReply:
-        del context
         self.injections.require_no_key()
         return pb.ClearReply(ids=self.injections.clear(request.id))
 
     async def Faults(self, request: pb.FaultsRequest, context: Context) -> pb.FaultsReply:
-        del request, context
         return pb.FaultsReply(injections=[to_message(known) for known in self.injections.known()])
 
     def apply(self, event: events.Event) -> list[events.Command]:
@@ -597,7 +591,8 @@ class RouterService(rpc.RouterServicer):
                     log.warning("not_ordered %s: the host has no launcher", command)
             case events.Fenced():
                 self._lost.set()
-                log.warning("fenced name=%s reason=%s", command.name, command.reason)
+                level = logging.INFO if command.reason == DRAINED else logging.WARNING
+                log.log(level, "fenced name=%s reason=%s", command.name, command.reason)
             case events.UnknownMember() | events.Stale():
                 log.info("ignored %s", command)
             case events.Scaled():
@@ -643,27 +638,24 @@ class RouterService(rpc.RouterServicer):
         else:
             log.info("journal_usable")
         self._problem = problem
-        self._spawn(self.tell_health())
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
+        task = asyncio.get_running_loop().create_task(self.tell_health())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def tell_health(self) -> None:
         """Say to whoever asks or waits how this router does."""
-        status = health_pb2.HealthCheckResponse
-        led = self.leads()
-        for name, well in (
-            ("", led and not self._problem),
-            (SERVICE, led and not self._problem),
-            (LEADER, led),
-        ):
-            await self.health.set(name, status.SERVING if well else status.NOT_SERVING)
+        status, leads = health_pb2.HealthCheckResponse, self.leads()
+        well = leads and not self._problem
+        for name, said in (("", well), (SERVICE, well), (LEADER, leads)):
+            await self.health.set(name, status.SERVING if said else status.NOT_SERVING)
 
 
 def _first(kind: type[_Command], commands: list[events.Command]) -> _Command | None:
     return next((command for command in commands if isinstance(command, kind)), None)
+
+
+def _reasons(commands: list[events.Command]) -> str:
+    return "; ".join(command.message for command in commands if isinstance(command, events.Refused))
 
 
 class CannotListen(Exception):

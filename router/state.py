@@ -1,8 +1,7 @@
 """What the router knows, and its settings. Pure data.
 
-Times are seconds of one clock that counts suspend (CLOCK_BOOTTIME). A MemberRecord, the counters and the
-model are durable: the journal holds them before anyone hears of them. Liveness, launches and the rest are
-forgotten by a restart.
+Times are seconds of one clock that counts suspend (CLOCK_BOOTTIME). A MemberRecord, the counters and the model are
+durable: the journal holds them before anyone hears of them. Liveness, launches and the rest are forgotten by a restart.
 """
 
 from __future__ import annotations
@@ -14,29 +13,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from router.scaling import Memory, Policy
-from router.view import ATTENTION, CLIENT, EXPERT, GATEWAY, GoneMember
+from router.view import ATTENTION, CLIENT, EXPERT, GATEWAY, GoneMember, Model
 
 # A client names servers by the bits of one 64-bit word (experts/native).
 MOST_MEMBERS = 64
+# What is kept of models must be of a size that the journal and every View can bear: the largest known has 61 layers
+# with 384 experts, 23,424 pairs.
+MOST_PAIRS, MOST_MODELS, MOST_EXPERT_BYTES = 1 << 20, 64, 1 << 40
 # Incarnations: 20 bits of the term's salt above 40 bits of counting, positive as a signed 64-bit number.
 COUNT_BITS = 40
 LAUNCHED_POOLS = (EXPERT, ATTENTION)
 NAMED_POOLS = (EXPERT, ATTENTION, GATEWAY, CLIENT)
 
 # Settings of which 0 makes sense.
-_MAY_BE_0 = frozenset(
-    [
-        "experts_wanted",
-        "attention_wanted",
-        "most_prompt",
-        "form_s",
-        "form_each_s",
-        "least_silence_s",
-        "redundant",
-        "balance_gain",
-        "activation_rows",
-    ]
-)
+_MAY_BE_0 = frozenset({
+    "experts_wanted", "attention_wanted", "most_prompt", "form_s", "form_each_s", "least_silence_s", "redundant",
+    "balance_gain", "activation_rows", "sleep_after_s",
+})  # fmt: skip
 
 
 class ConfigInvalid(ValueError):
@@ -59,8 +52,7 @@ class Config:
     lease_s: float = 2.0
     # Expert servers of a pool, and no more: what clients can name.
     most_servers: int = MOST_MEMBERS
-    # The first placement waits this long for the wanted servers, so that nobody loads what the next joiner
-    # takes.
+    # The first placement waits this long for the wanted servers, so that nobody loads what the next joiner takes.
     form_s: float = 3.0
     # And this much longer for each of them: so long a join takes, with all that others are told of it.
     form_each_s: float = 0.02
@@ -98,6 +90,10 @@ class Config:
     balance_s: float = 60.0
     balance_copies: int = 4
     balance_gain: float = 0.03
+    # A model of which nobody has asked anything for so long is held by no server until somebody does; 0: never.
+    sleep_after_s: float = 0.0
+    # Name and folder by which processes were started with the first model, where nobody said them since.
+    first_model: tuple[str, str] = ("", "")
     # Pools whose wanted size follows their load.
     autoscale: Mapping[str, Policy] = field(default_factory=dict[str, Policy])
 
@@ -113,14 +109,10 @@ class Config:
             )
         for name, value in vars(self).items():
             if isinstance(value, int | float) and not (value > 0 or (value == 0 and name in _MAY_BE_0)):
-                raise ConfigInvalid(
-                    f"{name} is {value}; give {'0 or more' if name in _MAY_BE_0 else 'more than 0'}"
-                )
+                raise ConfigInvalid(f"{name} is {value}; give {'0 or more' if name in _MAY_BE_0 else 'more than 0'}")
         for name in self.autoscale:
             if name not in LAUNCHED_POOLS:
-                raise ConfigInvalid(
-                    f"pool {name!r} cannot be scaled; give one of {', '.join(LAUNCHED_POOLS)}"
-                )
+                raise ConfigInvalid(f"pool {name!r} cannot be scaled; give one of {', '.join(LAUNCHED_POOLS)}")
         for name in LAUNCHED_POOLS:
             least, most = self.bounds(name)
             bound = self._most_wanted(name)
@@ -150,32 +142,17 @@ class Config:
         return {EXPERT: self.experts_wanted, ATTENTION: self.attention_wanted}.get(pool, 0)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Model:
-    """The model that is served, as the first member to know it said, clients aside. Empty and 0: not known yet.
-
-    expert_bytes: Weights of one expert of one layer.
-    """
-
-    hash: str = ""
-    layers: int = 0
-    experts: int = 0
-    expert_bytes: int = 0
-
-
 @dataclass(frozen=True, kw_only=True)
 class MemberRecord:
     """The durable part of a member. Bitmaps are ints (router.bitmap).
 
-    share: what the placement gives it. target: what it must hold. loaded: the part of target that it holds,
-        verified.
-    serving: the part of loaded that may be asked of it. retiring: no longer serving since retiring_epoch,
-        held until
-    every attention member has acked that epoch. dropped_epoch: when target last lost something.
-    ready: has served (expert), acked (attention) or joined (gateway). ordered: its process was ordered by a router
-        of this journal. draining_epoch: the first whose View shows it draining. surplus: it drains because its pool was
-        too large. operation: the id under which it is retired, since asked_unix_s; else empty. zone: what fails
-        together.
+    share: what the placement gives it. target: what it must hold. loaded: the part of target that it holds, verified.
+    serving: the part of loaded that may be asked of it. retiring: no longer serving since retiring_epoch, held until
+    every attention member has acked that epoch. dropped_epoch: when target last lost something. ready: has served
+    (expert), acked (attention) or joined (gateway). ordered: its process was ordered by a router of this journal.
+    draining_epoch: the first whose View shows it draining. surplus: it drains because its pool was too large.
+    operation: the id under which it is retired, since asked_unix_s; else empty. zone: what fails together. model: hash
+    of the one with which it joined. opened: mask of the numbers of models of which a server can hold experts.
     """
 
     name: str
@@ -202,6 +179,8 @@ class MemberRecord:
     asked_unix_s: float = 0.0
     ordered: bool = False
     zone: str = ""
+    model: str = ""
+    opened: int = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -233,7 +212,7 @@ class Liveness:
 
     journaled: it was a member when the term began. seen: newest epoch that it saw, as it said while the term began.
     told: it has said in this term what it holds, or joined in it. unknown: the part of that of which the journal does
-    not know.
+    not know. foreign: epoch of the View, of another term, by which it said so.
     """
 
     renewed_s: float
@@ -248,6 +227,7 @@ class Liveness:
     seen: int = 0
     told: bool = False
     unknown: int = 0
+    foreign: int = -1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -290,27 +270,29 @@ class State:
     """Everything. Mappings keep the order of joining and are never changed in place.
 
     Durable: salt, of the term, makes incarnations of different terms differ. joined: joins ever. named: names ever, by
-    pool. wanted: size of each launched pool.
+    pool. wanted: size of each launched pool. models: by number (router.models); one without a name is the only one, and
+    is as the first member to know it said, clients aside.
 
     fenced_clients: who may still use old routes though it is no member. suspects: who may be dead, or is suspected by
     a peer. silent: who looks dead by silence alone. standing: who says that its work loop stands still. corrupt_since:
     servers said to give corrupt replies, and since when. next_corruption_s: when the next may be fenced for that.
     doubting_s: since when the router doubts its own ears, or None.
 
-    plan: what the last placement was made for. forming_s: since when the first placement waits. unloaded_epoch: the
-    first without the latest that anyone was let unload. settled: nothing has
+    plan: what the last placement was made for. forming_s: since when the first placement waits. opening_s: the same of
+    a model by its number, which waits for all servers to open it. busy_s: when somebody last had something to ask of a
+    model, by its number. unloaded_epoch: the first without the latest that anyone was let unload. settled: nothing has
     changed since every move went as far as it may. batches: copies on their way, by server. stuck: servers that did not
     load what was ordered. taken_back: copies they were not given after all, ever.
 
     orphans: starts whose launcher went: not counted on, but known should they join after all.
 
     unheard: members of the journal of which this term waits to hear until unheard_until_s. behind: meanwhile somebody
-    who is none said that it saw a later epoch.
+    who is none said that it saw a later epoch. journaled: how many models the journal had when the term began.
 
     drain_s: longest drain of a pool's members. memories: of the policies that scale pools.
 
     routed: work of each (layer, expert), in rows, in the order of bitmaps, decayed since routed_s. seen: what balance
-    knows of each layer since balanced_s. balanced_layer: the next that it looks at.
+    knows of each layer, those of all models in a row, since balanced_s. balanced_layer: the next that it looks at.
     """
 
     salt: int = 0
@@ -318,7 +300,7 @@ class State:
     epoch: int = 0
     joined: int = 0
     named: Mapping[str, int] = field(default_factory=dict[str, int])
-    model: Model = field(default_factory=Model)
+    models: tuple[Model, ...] = ()
     members: Mapping[str, MemberRecord] = field(default_factory=dict[str, MemberRecord])
     gone: tuple[GoneMember, ...] = ()
     wanted: Mapping[str, int] = field(default_factory=dict[str, int])
@@ -334,6 +316,8 @@ class State:
     next_corruption_s: float = 0.0
     plan: object = None
     forming_s: float | None = None
+    opening_s: Mapping[int, float] = field(default_factory=dict[int, float])
+    busy_s: Mapping[int, float] = field(default_factory=dict[int, float])
     unloaded_epoch: int = 0
     settled: bool = field(default=False, compare=False)
     batches: Mapping[str, tuple[Batch, ...]] = field(default_factory=dict[str, tuple[Batch, ...]])
@@ -346,6 +330,7 @@ class State:
     unheard: frozenset[str] = frozenset()
     unheard_until_s: float = 0.0
     behind: bool = False
+    journaled: int = 0
     drain_s: Mapping[str, float] = field(default_factory=dict[str, float])
     routed: NDArray[np.float64] | None = field(default=None, compare=False)
     routed_s: float = 0.0

@@ -125,9 +125,7 @@ class Credentials:
                 # Unknown callers of a listener come here too, and must not fill the log.
                 if str(error) != self._complaint:
                     self._complaint = str(error)
-                    log.error(
-                        "certificate_not_read directory=%s kept=the_old reason=%s", self._directory, error
-                    )
+                    log.error("certificate_not_read directory=%s kept=the_old reason=%s", self._directory, error)
             return self._loaded
 
     def _stamp(self) -> tuple[tuple[int, int], ...]:
@@ -147,11 +145,8 @@ class Credentials:
         opened.sni_callback = self._renew
         return _Loaded(stamp=stamp, ca=ca, cert=cert, key=key, server=server, open=opened, client=client)
 
-    def _renew(
-        self, connection: ssl.SSLSocket | ssl.SSLObject, name: str | None, context: ssl.SSLContext
-    ) -> None:
+    def _renew(self, connection: ssl.SSLSocket | ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
         # Called for each greeting, before a certificate is shown, whether or not it names a host.
-        del name, context
         connection.context = self._current().open
 
 
@@ -159,12 +154,6 @@ def peer_role(certificate: Any) -> str:
     """The role that a peer's certificate says, as `SSLSocket.getpeercert` gives it; empty: none."""
     names = (certificate or {}).get("subjectAltName", ())
     return role_of(value for kind, value in names if kind == "URI")
-
-
-def caller_role(context: Any) -> str:
-    """The role of who calls a gRPC method, by its context; empty: none."""
-    names = context.auth_context().get("x509_subject_alternative_name", ())
-    return role_of(name.decode("ascii", "replace") for name in names)
 
 
 def _configuration(loaded: _Loaded) -> grpc.ServerCertificateConfiguration:
@@ -206,7 +195,8 @@ def _prove(client: ssl.SSLContext, server: ssl.SSLContext, role: str) -> None:
 
 def why_not(context: Any, method: str, request: object) -> str:
     """Why who calls a gRPC method may not; empty: it may. A refusal is logged."""
-    role = caller_role(context)
+    names = context.auth_context().get("x509_subject_alternative_name", ())
+    role = role_of(name.decode("ascii", "replace") for name in names)
     reason = refusal(role, method) or claim_refusal(role, method, request)
     if reason:
         log.warning("call_refused peer=%s reason=%s", context.peer(), reason)
@@ -216,17 +206,14 @@ def why_not(context: Any, method: str, request: object) -> str:
 def guarded(handler: Any, guard: Callable[[Any], Any]) -> grpc.RpcMethodHandler:
     """The handler with its method put behind `guard`, which makes one of the same form."""
     asked, answered = (
-        "stream" if streams else "unary"
-        for streams in (handler.request_streaming, handler.response_streaming)
+        "stream" if streams else "unary" for streams in (handler.request_streaming, handler.response_streaming)
     )
     name = f"{asked}_{answered}"
     return getattr(grpc, f"{name}_rpc_method_handler")(
         guard(getattr(handler, name)),
         request_deserializer=handler.request_deserializer,
         # What many are told is written once.
-        response_serializer=lambda answer: (
-            answer if isinstance(answer, bytes) else handler.response_serializer(answer)
-        ),
+        response_serializer=lambda answer: answer if isinstance(answer, bytes) else handler.response_serializer(answer),
     )
 
 
@@ -238,7 +225,6 @@ class RequireRolesThreaded(grpc.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], grpc.RpcMethodHandler],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        """The method behind the check."""
         handler: Any = continuation(handler_call_details)
         if handler is None:
             return handler

@@ -16,17 +16,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from router import bitmap
+from router.access import ATTENTION, CLIENT, EXPERT, GATEWAY
 
-EXPERT = "expert"
-ATTENTION = "attention"
-GATEWAY = "gateway"
-# Asks expert servers as attention workers do, and serves nobody: no gateway sends it anything.
-CLIENT = "client"
+# A client asks expert servers as attention workers do, and serves nobody: no gateway sends it anything.
 ASKING_POOLS = (ATTENTION, CLIENT)
 POOLS = (EXPERT, ATTENTION, GATEWAY)
 
 # Of the calls between a member and the router; who says another is refused.
-PROTOCOL = 2
+PROTOCOL = 3
 
 JOINING = "joining"
 WARMING = "warming"
@@ -37,7 +34,10 @@ DRAINING = "draining"
 # Words of a load report. STANDS: seconds for which the loop that does this member's work has stood still, where that is
 # longer than it ever may. HEARS and a name: a gateway has lately heard from that attention worker. CORRUPTS and a name:
 # a client's count of that server's replies that failed a check. REACHES and a pace: servers that a client asks.
+# FOR and the number of a model: what a gateway holds for it, and one more while it takes new requests for it; with a
+# colon and a word behind it, that word of it alone.
 STANDS = "stands_s"
+FOR = "model:"
 HEARS = "hears:"
 CORRUPTS = "corrupt:"
 REACHES = "servers_"
@@ -47,9 +47,9 @@ REACHES = "servers_"
 class Member:
     """One process of the cluster, as a View shows it.
 
-    target: bitmap of the experts that it must hold. serving: bitmap of those that may be asked of it.
-    state: "joining", "warming", "serving", "suspect" or "draining"; a member that has gone is in no View.
-    core: first core of its lanes, -1 if unpinned. load: whatever it last reported.
+    target: bitmap of the experts that it must hold. serving: bitmap of those that may be asked of it. state: "joining",
+    "warming", "serving", "suspect" or "draining"; a member that has gone is in no View. core: first core of its lanes,
+    -1 if unpinned. load: whatever it last reported. model: hash of the one that it asks for; empty where it said none.
     """
 
     name: str
@@ -64,6 +64,7 @@ class Member:
     target: bytes = b""
     serving: bytes = b""
     load: Mapping[str, float] = field(default_factory=dict[str, float])
+    model: str = ""
 
     @property
     def serving_count(self) -> int:
@@ -72,10 +73,44 @@ class Member:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Model:
+    """One of the models that a pool serves, as a View shows it.
+
+    name: Under which requests ask for it; empty: gateways have it from their own options. path: Checkpoint folder;
+    empty where nobody said it. number: Of this model, which no other is ever given. base: Bit of its first expert in
+    bitmaps of the whole pool. weight: Of its rows beside other models' on a server. leaving: it takes no new requests,
+    and goes with its last attention worker. asleep: nobody has asked for it for long, so that no server holds it; it
+    comes back with the next request.
+    """
+
+    hash: str = ""
+    name: str = ""
+    path: str = ""
+    number: int = 0
+    base: int = 0
+    layers: int = 0
+    experts: int = 0
+    expert_bytes: int = 0
+    weight: int = 1
+    leaving: bool = False
+    asleep: bool = False
+
+    def take(self, bits: int) -> int:
+        """The part of a whole pool's bitmap that is this model's, in its own coordinates."""
+        return bits >> self.base & bitmap.everything(self.layers, self.experts)
+
+    def put(self, bits: int) -> int:
+        """A bitmap of this model as the part of a whole pool's."""
+        return bits << self.base
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class View:
     """The cluster at one epoch. Views are ordered by epoch; a later one replaces an earlier one whole.
 
-    salt: Of the term, which a restored journal may count like another.
+    salt: Of the term, which a restored journal may count like another, and from a lower epoch on where it knows none of
+    those who saw a higher one. models: by number; layers, experts and model_hash are those of the first. With several
+    models bitmaps are of the whole pool, and pairs can be read in the part that `of_model` cuts out.
     """
 
     term: int
@@ -86,6 +121,7 @@ class View:
     model_hash: str = ""
     salt: int = 0
     members: tuple[Member, ...] = ()
+    models: tuple[Model, ...] = ()
 
     def pool(self, name: str) -> tuple[Member, ...]:
         """Members of one pool, in the order in which they joined."""
@@ -105,10 +141,6 @@ class View:
         """The (layer, expert) pairs that a member must hold; empty if it is none."""
         member = self.member(name)
         return tuple(bitmap.pairs(bitmap.from_bytes(member.target), self.experts)) if member else ()
-
-    def bitmap(self, pairs: tuple[tuple[int, int], ...] | list[tuple[int, int]]) -> bytes:
-        """Wire form of a set of (layer, expert) pairs, as `RouterClient.loaded` takes it."""
-        return bitmap.to_bytes(bitmap.of_pairs(pairs, self.experts), self.layers, self.experts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,9 +245,7 @@ def format_of(numerics_class: str) -> str:
 
 def can_mix(one: str, other: str) -> bool:
     """Whether members of these classes may serve one model; an empty name is not checked."""
-    return (
-        not one or not other or one == other or (bool(format_of(one)) and format_of(one) == format_of(other))
-    )
+    return not one or not other or one == other or (bool(format_of(one)) and format_of(one) == format_of(other))
 
 
 def can_talk(one: str, other: str) -> bool:
@@ -241,6 +271,39 @@ def class_for(view: View, own: str) -> str | None:
     if any(member.numerics_class == own for member in view.pool(EXPERT)):
         return own
     return min((name for name in covering(view) if can_talk(own, name)), default=None)
+
+
+def of_model(view: View, hash: str) -> View:
+    """The View of one model alone: its experts' bitmaps, and of those who ask only who asks for it.
+
+    Of a model that the View does not know nobody holds anything. Where one model is all there is, the View itself.
+    """
+    if not view.models or (len(view.models) == 1 and not view.models[0].base and hash in ("", view.models[0].hash)):
+        return view
+    model = next((model for model in view.models if model.hash == hash), Model(hash=hash))
+    members = tuple(
+        replace(member, **{name: _cut(model, getattr(member, name)) for name in ("target", "serving")})
+        for member in view.members
+        if member.pool not in ASKING_POOLS or member.model in ("", hash)
+    )
+    return replace(
+        view,
+        layers=model.layers,
+        experts=model.experts,
+        model_hash=model.hash,
+        models=(replace(model, base=0),),
+        members=members,
+    )
+
+
+def launched_pool(view: View, member: Member) -> str:
+    """Of which launched pool a member is: attention workers of each model but the first have their own."""
+    model = next((model for model in view.models if member.pool == ATTENTION and model.hash == member.model), None)
+    return f"{ATTENTION}:{model.name}" if model is not None and model.number else member.pool
+
+
+def _cut(model: Model, whole: bytes) -> bytes:
+    return bitmap.to_bytes(model.take(bitmap.from_bytes(whole)), model.layers, model.experts)
 
 
 def narrowed(view: View, numerics_class: str | None) -> View:

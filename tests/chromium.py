@@ -117,9 +117,7 @@ class Page:
         """Wait until an expression in the page is true."""
         end_s = time.monotonic() + timeout_s
         while not self.run(f"!!({script})"):
-            assert time.monotonic() < end_s, (
-                f"not within {timeout_s} s: {script}; shown: {self.text()[:2000]}"
-            )
+            assert time.monotonic() < end_s, f"not within {timeout_s} s: {script}; shown: {self.text()[:2000]}"
             time.sleep(0.05)
 
     def text(self) -> str:

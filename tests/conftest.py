@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import gc
 import os
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
@@ -24,9 +26,7 @@ atexit.register(shutil.rmtree, _STATE, ignore_errors=True)
 
 # pytest turns the asserts of test files into code of its own, which `python -O` keeps. Those of the worlds and judges
 # beside them are turned too; without this they would vanish there, and `make test-optimized` would check little.
-_PARTS = sorted(
-    {path.stem for path in Path(__file__).parent.iterdir()} - {"conftest", "shards", "__pycache__"}
-)
+_PARTS = sorted({path.stem for path in Path(__file__).parent.iterdir()} - {"conftest", "shards", "__pycache__"})
 pytest.register_assert_rewrite(*(f"tests.{part}" for part in _PARTS))
 
 
@@ -55,3 +55,13 @@ def pytest_collection_finish() -> None:
     made stays for ever, so no collection need look at it again: the gateway does likewise."""
     gc.collect()
     gc.freeze()
+
+
+# What a process may take to end once its tests have.
+_END_S = 60
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure() -> None:
+    """A thread that a failed test left behind would keep the process for ever: it ends, saying where each thread is."""
+    faulthandler.dump_traceback_later(_END_S, exit=True, file=sys.__stderr__)

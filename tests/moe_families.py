@@ -112,9 +112,7 @@ PUBLISHED_ONLY = ("GraniteMoe", "GraniteMoeHybrid", "GraniteMoeShared")
 def model_of(family: str, seed: int = 7, **changes: Any) -> Any:
     """A model; what it computes depends on each of its weights."""
     torch.manual_seed(seed)
-    config = getattr(transformers, _CONFIGS.get(family, f"{family}Config"))(
-        **_SIZES | FAMILIES[family] | changes
-    )
+    config = getattr(transformers, _CONFIGS.get(family, f"{family}Config"))(**_SIZES | FAMILIES[family] | changes)
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):

@@ -32,9 +32,7 @@ class Prometheus:
 
     def ask(self, path: str, **query: str) -> Any:
         """The data of one answer. Raises OSError while it does not answer."""
-        with urllib.request.urlopen(
-            f"{self.url}/api/v1/{path}?{urllib.parse.urlencode(query)}", timeout=5
-        ) as reply:
+        with urllib.request.urlopen(f"{self.url}/api/v1/{path}?{urllib.parse.urlencode(query)}", timeout=5) as reply:
             said = json.load(reply)
         assert said["status"] == "success", said
         return said["data"]
@@ -46,11 +44,7 @@ class Prometheus:
 
     def firing(self) -> set[str]:
         """Names of the alerts that fire now."""
-        return {
-            alert["labels"]["alertname"]
-            for alert in self.ask("alerts")["alerts"]
-            if alert["state"] == "firing"
-        }
+        return {alert["labels"]["alertname"] for alert in self.ask("alerts")["alerts"] if alert["state"] == "firing"}
 
     def words(self) -> str:
         """The end of its log."""

@@ -18,7 +18,7 @@ COPY = ROOT / "build" / "sanitized"
 COPIED = ("p2p", "experts", "router", "eaas", "tests", "benchmarks", "pyproject.toml")
 TESTS = (
     *(f"tests/p2p/test_{name}.py" for name in ("doorbell", "frame", "lanes", "shm", "sim", "window")),
-    *(f"tests/experts/test_{name}.py" for name in ("apply", "int8", "kernels", "pack", "server", "steps")),
+    *(f"tests/experts/test_{name}.py" for name in ("apply", "int8", "kernels", "models", "pack", "server", "steps")),
     *(f"tests/eaas/test_{name}.py" for name in ("decoder", "sampler")),
     "tests/fuzz",
 )
@@ -49,14 +49,10 @@ def main() -> int:
     environment = {**os.environ, "PYTHONPATH": str(COPY)}
     print(f"Building with sanitizers in {COPY.relative_to(ROOT)}: some minutes the first time.", flush=True)
     python = [sys.executable, "-m"]
-    built = subprocess.run(
-        [*python, "tests.fuzz.native"], cwd=COPY, env=environment, stdout=subprocess.PIPE, text=True
-    )
+    built = subprocess.run([*python, "tests.fuzz.native"], cwd=COPY, env=environment, stdout=subprocess.PIPE, text=True)
     if built.returncode:
         return built.returncode
-    runtime = subprocess.run(
-        [*compiler(), "-print-file-name=libasan.so"], capture_output=True, text=True, check=True
-    )
+    runtime = subprocess.run([*compiler(), "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
     # Python is no sanitized program: its runtime comes first by force, and what it never frees is no leak.
     # PYTHONMALLOC: so that bytes and arrays of Python, too, have guarded ends.
     preloaded = {

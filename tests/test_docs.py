@@ -58,11 +58,7 @@ def broken(page: Path, text: str) -> list[str]:
 
 
 def test_every_link_leads_somewhere() -> None:
-    wrong = [
-        f"{page.relative_to(ROOT)}: {target}"
-        for page in documents()
-        for target in broken(page, page.read_text())
-    ]
+    wrong = [f"{page.relative_to(ROOT)}: {target}" for page in documents() for target in broken(page, page.read_text())]
     assert not wrong, "links that lead nowhere:\n" + "\n".join(wrong)
 
 
@@ -103,9 +99,7 @@ def test_the_site_says_of_other_files_where_they_are() -> None:
 
 def test_the_readme_is_short() -> None:
     lines = (ROOT / "README.md").read_text().count("\n")
-    assert lines <= MOST_README_LINES, (
-        f"README.md has {lines} lines, at most {MOST_README_LINES}: move some to docs/"
-    )
+    assert lines <= MOST_README_LINES, f"README.md has {lines} lines, at most {MOST_README_LINES}: move some to docs/"
 
 
 def commands(text: str) -> list[list[str]]:

@@ -32,9 +32,7 @@ def defined_in(name: str) -> frozenset[str]:
     if not path.is_file():
         return frozenset()
     tree = ast.parse(path.read_text())
-    return frozenset(
-        node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-    )
+    return frozenset(node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
 
 
 FAULTS = [(part, cells) for part, cells in rows() if cells != COLUMNS]

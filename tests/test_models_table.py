@@ -35,6 +35,4 @@ def test_a_row_says_logits_where_a_test_compares_them() -> None:
         family = architecture.removesuffix("ForCausalLM")
         assert (row["own"] == LOGITS) == (architecture in WHOLE), f"{architecture}: own engine"
         assert (row["vllm"] == LOGITS) == (family in VLLM), f"{architecture}: vLLM"
-        assert (row["transformers"] == LOGITS) == (family in moe_families.FAMILIES), (
-            f"{architecture}: transformers"
-        )
+        assert (row["transformers"] == LOGITS) == (family in moe_families.FAMILIES), f"{architecture}: transformers"

@@ -51,11 +51,7 @@ def test_every_file_and_name_is_in_the_code() -> None:
             wrong.append(f"{number}. {shown}: no such file, or the link leads elsewhere")
             continue
         files[int(number)] = names_of(path)
-        wrong += [
-            f"{number}. {target} lacks {name}"
-            for name in NAME.findall(named)
-            if name not in files[int(number)]
-        ]
+        wrong += [f"{number}. {target} lacks {name}" for name in NAME.findall(named) if name not in files[int(number)]]
     wrong += [
         f"`{name}` ({place or other}) is not in that file"
         for name, place, other in MENTION.findall(text)

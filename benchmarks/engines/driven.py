@@ -27,7 +27,7 @@ from experts.checkpoint import Checkpoint
 from experts.client import ExpertClient
 from experts.kernels import numerics_class
 from experts.model import Dtype, ExpertShape
-from p2p import ShmEndpoint
+from p2p.local import ShmEndpoint
 from router.client import RouterClient
 from tests.eaas.local_experts import LocalExperts
 
@@ -62,9 +62,7 @@ class Driven:
         spec = load_spec(checkpoint)
         blocks = self.kv_tokens // BLOCK_TOKENS
         weights = load_weights(checkpoint, spec)
-        self.decoder = Decoder(
-            spec, weights, self.backend, self.cores, kv_blocks=blocks, max_rows=STEP_TOKENS
-        )
+        self.decoder = Decoder(spec, weights, self.backend, self.cores, kv_blocks=blocks, max_rows=STEP_TOKENS)
         config = EngineConfig(
             max_model_len=spec.max_model_len,
             step_tokens=STEP_TOKENS,
@@ -78,7 +76,7 @@ class Driven:
         self._engine = Engine(self.decoder, config)
         # Of its own, so that a timed run never looks at logits.
         self._looking = Engine(_Kept(self.decoder, self._seen), config)
-        self.facts |= {"numerics_class": self.decoder.numerics_class, "lanes": len(self.cores)}
+        self.facts |= {"numerics_class": numerics_class(self.decoder.dtype), "lanes": len(self.cores)}
 
     def generate(self, prompts: Sequence[Sequence[int]], tokens: int) -> Run:
         """`tokens` new tokens for every prompt; each step is one call of the engine."""
@@ -157,9 +155,7 @@ def inproc(model: Path, cores: Sequence[int], kv_tokens: int, count_experts: boo
     return _driven(model, experts.backend, cores, kv_tokens, closing, count_experts)
 
 
-def ours(
-    model: Path, cores: Sequence[int], kv_tokens: int, router: str, count_experts: bool = False
-) -> Driven:
+def ours(model: Path, cores: Sequence[int], kv_tokens: int, router: str, count_experts: bool = False) -> Driven:
     """Experts on the servers of a running pool.
 
     It joins the router as a gateway would: an attention worker's membership would draw real gateways to it.
@@ -196,9 +192,7 @@ def ours(
         placement = Placement(client_of_router, client, numerics_class(dtype))
         client_of_router.start(on_view=placement.apply)
         placement.wait(ATTACH_S, threading.Event())
-        driven = _driven(
-            model, client_backend(client.handle), cores, kv_tokens, closing.pop_all(), count_experts
-        )
+        driven = _driven(model, client_backend(client.handle), cores, kv_tokens, closing.pop_all(), count_experts)
     driven.facts |= {"servers": len(client.attached), "experts_class": numerics_class(dtype)}
     return driven
 

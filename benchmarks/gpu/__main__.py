@@ -72,9 +72,7 @@ KERNELS = (*PYTEST, *SIDE_BY_SIDE, "tests/gpu", "-k", "not compile", *(f"--ignor
 # Most valuable first: a run that is cut short keeps what it has.
 SECTIONS: Mapping[str, Section] = {
     "ceilings": _own("ceilings", 40, "what the card can do at most: copy and bf16 matrix rates"),
-    "compile": _own(
-        "compile", 120, "every production kernel by the triton that is here: counts, seconds, failures"
-    ),
+    "compile": _own("compile", 120, "every production kernel by the triton that is here: counts, seconds, failures"),
     "kernels": Section(
         command=KERNELS,
         limit_s=240,
@@ -97,9 +95,7 @@ SECTIONS: Mapping[str, Section] = {
         "decode and prefill over expert servers, as `eaas serve` has them, beside the same in one process",
     ),
     "linear": _own("linear", 40, "dense products: bytes a second at decode, flops a second at prefill"),
-    "decode": _own(
-        "decode", 120, "greedy tokens equal over batch sizes; tokens a second of a Qwen3-30B-A3B shape"
-    ),
+    "decode": _own("decode", 120, "greedy tokens equal over batch sizes; tokens a second of a Qwen3-30B-A3B shape"),
     "processes": Section(
         command=(*PYTEST, *ALONE),
         limit_s=240,
@@ -118,9 +114,7 @@ SECTIONS: Mapping[str, Section] = {
 
 def main() -> int:
     """Run the sections; the exit code."""
-    options = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("sections", nargs="*", help=f"of {', '.join(SECTIONS)}; none: all")
     options.add_argument("--list", action="store_true", help="say what there is, and run nothing")
     options.add_argument("--results", type=Path, default=RESULTS, help="folder that gets gpu.jsonl")
@@ -165,9 +159,7 @@ def what_is_missing() -> str:
         import torch
         import triton
     except ImportError as error:
-        return (
-            f"{error}. torch with CUDA and triton are needed: pip install torch (the default index on Linux)."
-        )
+        return f"{error}. torch with CUDA and triton are needed: pip install torch (the default index on Linux)."
     if not torch.cuda.is_available():
         return f"torch {torch.__version__}, triton {triton.__version__}: needs 1 GPU, found 0."
     return ""

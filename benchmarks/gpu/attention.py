@@ -90,9 +90,7 @@ class Cache:
             tables[seq, : len(blocks)] = blocks
         self.tables = tables.to(DEVICE)
         shape = (layers, sum(counts), kv_heads, BLOCK_TOKENS, dim)
-        self.keys, self.values = (
-            torch.empty(shape, dtype=torch.bfloat16, device=DEVICE).normal_() for _ in range(2)
-        )
+        self.keys, self.values = (torch.empty(shape, dtype=torch.bfloat16, device=DEVICE).normal_() for _ in range(2))
         self.sums = Sums.make(q_heads, dim, DEVICE)
 
     def step(self, rows: list[tuple[int, int]]) -> Callable[..., Tensor]:
@@ -133,9 +131,7 @@ def check_attention(report: Say) -> None:
             queries = cache.queries(len(rows))
             out = cache.step(rows)(queries, window=window).clone()
             seqs, positions = (torch.tensor(column, dtype=torch.int32) for column in zip(*rows, strict=True))
-            wanted = attention_reference(
-                queries, cache.keys[0], cache.values[0], positions, seqs, cache.tables, window
-            )
+            wanted = attention_reference(queries, cache.keys[0], cache.values[0], positions, seqs, cache.tables, window)
             off = distance(out, wanted)
             differing = 0
             for begin, end in (
@@ -192,8 +188,7 @@ def check_rows(report: Say) -> None:
     tables = torch.arange(16, dtype=torch.int32, device=DEVICE).flip(0).view(1, -1).contiguous()
     queries = torch.full((rows, q_heads, dim), torch.nan, dtype=torch.bfloat16, device=DEVICE)
     keys, values = (
-        torch.full((16, kv_heads, BLOCK_TOKENS, dim), torch.nan, dtype=torch.bfloat16, device=DEVICE)
-        for _ in range(2)
+        torch.full((16, kv_heads, BLOCK_TOKENS, dim), torch.nan, dtype=torch.bfloat16, device=DEVICE) for _ in range(2)
     )
     norm_rope.place(
         qkv, None, q_norm, k_norm, cosines, sines, positions, seqs, tables, queries, keys, values,
@@ -227,9 +222,7 @@ def check_gate(report: Say) -> None:
         high = norm.bfloat16()
         low = (norm - high.float()).bfloat16()
 
-        def choose(
-            count: int, high: Tensor = high, low: Tensor = low, moe: MoeSpec = moe, **same: Any
-        ) -> Any:
+        def choose(count: int, high: Tensor = high, low: Tensor = low, moe: MoeSpec = moe, **same: Any) -> Any:
             ids = torch.full((count, moe.top_k), -1, dtype=torch.int32, device=DEVICE)
             weights = torch.full((count, moe.top_k), torch.nan, device=DEVICE)
             parts = torch.full((parts_of(high.shape[1]) * count * moe.experts,), torch.nan, device=DEVICE)
@@ -251,9 +244,7 @@ def check_gate(report: Say) -> None:
         same = (ids.long() == wanted_ids).all(-1)
         off = distance(weights[same], wanted[same])
         few_ids, few = chosen(high[:5], low[:5], weight, correction, moe)
-        equal = torch.equal(few_ids, ids[:5]) and torch.equal(
-            few.view(torch.int32), weights[:5].view(torch.int32)
-        )
+        equal = torch.equal(few_ids, ids[:5]) and torch.equal(few.view(torch.int32), weights[:5].view(torch.int32))
         turned = int((~same).sum())
         report(
             {
@@ -268,9 +259,7 @@ def check_gate(report: Say) -> None:
         )
 
 
-def chosen(
-    high: Tensor, low: Tensor, weight: Tensor, correction: Tensor | None, moe: MoeSpec
-) -> tuple[Tensor, Tensor]:
+def chosen(high: Tensor, low: Tensor, weight: Tensor, correction: Tensor | None, moe: MoeSpec) -> tuple[Tensor, Tensor]:
     """Ids and weights of rows whose norms come in two halves."""
     rows = len(high)
     ids = torch.full((rows, moe.top_k), -1, dtype=torch.int32, device=DEVICE)
@@ -324,9 +313,7 @@ def time_decode(report: Say, rate: float) -> None:
             cache = Cache([context] * batch, heads, layers, fresh_seed())
             attend, queries = cache.step([(seq, context - 1) for seq in range(batch)]), cache.queries(batch)
 
-            def act(
-                attend: Callable[..., Tensor] = attend, queries: Tensor = queries, layers: int = layers
-            ) -> None:
+            def act(attend: Callable[..., Tensor] = attend, queries: Tensor = queries, layers: int = layers) -> None:
                 for layer in range(layers):
                     attend(queries, layer)
 
@@ -386,12 +373,11 @@ def time_small(report: Say, rate: float) -> None:
         weights = torch.randn(MOE.experts, hidden, device=DEVICE).bfloat16()
         ids = torch.empty(rows, MOE.top_k, dtype=torch.int32, device=DEVICE)
         shares, parts = (
-            torch.empty(size, device=DEVICE)
-            for size in ((rows, MOE.top_k), (parts_of(hidden) * rows * MOE.experts,))
+            torch.empty(size, device=DEVICE) for size in ((rows, MOE.top_k), (parts_of(hidden) * rows * MOE.experts,))
         )
         took_s = seconds(
-            lambda high=high, low=low, weights=weights, parts=parts, ids=ids, shares=shares, count=count: (
-                gate(high, low, weights, None, MOE, parts, ids, shares, count)
+            lambda high=high, low=low, weights=weights, parts=parts, ids=ids, shares=shares, count=count: gate(
+                high, low, weights, None, MOE, parts, ids, shares, count
             ),
             repeats=20,
         )

@@ -70,9 +70,7 @@ def build(model: str, sizes: list[int]) -> tuple[int, list[tuple[str, str]]]:
         source = ASTSource(
             fn=launch.function, signature=launch.signature, constexprs=launch.constants, attrs=launch.attributes
         )  # fmt: skip
-        options = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in launch.options.items()
-        }
+        options = {name: tuple(value) if isinstance(value, list) else value for name, value in launch.options.items()}
         try:
             triton.compile(source, target=GPUTarget("cuda", CAPABILITY, 32), options=options)
         except Exception as error:

@@ -77,9 +77,7 @@ def greedy(report: Say, shape: str) -> None:
         weights = DeviceWeights.upload(spec, source_of(arrays), DEVICE)
         local = experts_of(checkpoint, experts, max_rows=512)
         source = np.random.default_rng(seed)
-        prompts = [
-            source.integers(3, spec.vocab, size).tolist() for size in source.integers(5, 90, SEQUENCES)
-        ]
+        prompts = [source.integers(3, spec.vocab, size).tolist() for size in source.integers(5, 90, SEQUENCES)]
         decoder = GpuDecoder(spec, weights, local, kv_blocks=256, max_rows=512, device=DEVICE)
         ways = {
             "alone": (False, 1, 512),
@@ -113,9 +111,7 @@ def greedy(report: Say, shape: str) -> None:
             offs = []
             for prompt, found in zip(prompts, first[1], strict=True):
                 wanted = reference.logits(prompt)[-1]
-                offs.append(
-                    float(np.linalg.norm(np.frombuffer(found, np.float32) - wanted) / np.linalg.norm(wanted))
-                )
+                offs.append(float(np.linalg.norm(np.frombuffer(found, np.float32) - wanted) / np.linalg.norm(wanted)))
             off = statistics.median(offs)
             report(
                 {
@@ -129,9 +125,7 @@ def greedy(report: Say, shape: str) -> None:
 def experts_of(checkpoint: Checkpoint, shape: ExpertShape, max_rows: int) -> LocalExperts:
     """All experts of a checkpoint, on the device."""
     slots = shape.layers * shape.experts
-    weights = ExpertWeights.allocate(
-        slots=slots, hidden=shape.hidden, intermediate=shape.intermediate, device=DEVICE
-    )
+    weights = ExpertWeights.allocate(slots=slots, hidden=shape.hidden, intermediate=shape.intermediate, device=DEVICE)
     for layer in range(shape.layers):
         for expert in range(shape.experts):
             matrices = (checkpoint.tensor(name) for name in shape.names(layer, expert))
@@ -144,9 +138,7 @@ def local_of(weights: ExpertWeights, layers: int, experts: int, top_k: int, max_
     """Experts in slots in order of layer and number."""
     table = torch.arange(layers * experts, dtype=torch.int32, device=DEVICE).view(layers, experts)
     # An expert's row goes to combine as servers send it: the bits are to be theirs.
-    return LocalExperts(
-        weights=weights, table=table, top_k=top_k, max_rows=max_rows, row_dtype=torch.bfloat16
-    )
+    return LocalExperts(weights=weights, table=table, top_k=top_k, max_rows=max_rows, row_dtype=torch.bfloat16)
 
 
 def generate(
@@ -334,9 +326,7 @@ def launches(decoder: GpuDecoder, plan: StepPlan, batch: int) -> dict[str, Any]:
     kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=kinds) as profile:
         decoder.step_tokens(plan, greedily(batch), 60.0)
-    calls = {
-        event.key: event.count for event in profile.key_averages() if event.key.startswith(("cuda", "cu"))
-    }
+    calls = {event.key: event.count for event in profile.key_averages() if event.key.startswith(("cuda", "cu"))}
     graphs = sum(count for name, count in calls.items() if "GraphLaunch" in name)
     kernels = sum(count for name, count in calls.items() if "LaunchKernel" in name)
     return {

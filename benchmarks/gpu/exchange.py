@@ -244,9 +244,7 @@ def right_bits(report: Report) -> None:
     steps.replay()
     said = world.client.report()
     equal = all(torch.equal(call.out, found) for call, found in zip(steps.calls, wanted, strict=True))
-    report(
-        {"what": "bits of a call as of local experts", "report": str(said), "holds": equal and said.usable}
-    )
+    report({"what": "bits of a call as of local experts", "report": str(said), "holds": equal and said.usable})
     stop(world)
 
 
@@ -356,9 +354,7 @@ def stopped_server(report: Report) -> None:
         worst_s = max(worst_s, steps.replay())
         said = world.client.report()
         redispatched += said.redispatched
-        same &= said.usable and all(
-            torch.equal(call.out, one) for call, one in zip(steps.calls, wanted, strict=True)
-        )
+        same &= said.usable and all(torch.equal(call.out, one) for call, one in zip(steps.calls, wanted, strict=True))
         replays += 1
     timer.join()
     world.servers[0].set_lease((1 << 63) - 1)

@@ -55,17 +55,14 @@ SHAPES = (
 class Calls:
     """What one call of the grouped FFN needs, for some tokens that each take TOP_K experts of one layer."""
 
-    def __init__(
-        self, weights: ExpertWeights | Fp8ExpertWeights, shape: Shape, tokens: int, turns: int
-    ) -> None:
+    def __init__(self, weights: ExpertWeights | Fp8ExpertWeights, shape: Shape, tokens: int, turns: int) -> None:
         pairs = tokens * TOP_K
         self.weights, self.pairs = weights, pairs
         self.rows = torch.randn(tokens, shape.hidden, device=DEVICE).bfloat16()
         self.n_rows = torch.tensor([tokens], dtype=torch.int32, device=DEVICE)
         self.row_of = (torch.arange(pairs, device=DEVICE) // TOP_K).to(torch.int32)
         self.slots = [
-            (chosen(tokens, shape.experts) + turn % shape.layers * shape.experts).flatten()
-            for turn in range(turns)
+            (chosen(tokens, shape.experts) + turn % shape.layers * shape.experts).flatten() for turn in range(turns)
         ]
         self.groups = [
             Groups.allocate(pairs=pairs, slots=weights.slots, tile=weights.widest_group, device=DEVICE)
@@ -89,9 +86,7 @@ class Calls:
         )  # fmt: skip
 
     def first_half(self, turn: int) -> None:
-        gate_up(
-            self.rows, self.row_of, self.groups[turn], self.weights, self.act, self.scales, self.act_scales
-        )
+        gate_up(self.rows, self.row_of, self.groups[turn], self.weights, self.act, self.scales, self.act_scales)
 
     def all_turns(self, call: Callable[[int], None]) -> Callable[[], None]:
         def act() -> None:
@@ -125,9 +120,7 @@ def run(report: Report) -> None:
         combined(report, shape, weights)
         del weights
         torch.cuda.empty_cache()
-    narrow = random_fp8_experts(
-        SHAPES[0].layers * SHAPES[0].experts, SHAPES[0].hidden, SHAPES[0].intermediate
-    )
+    narrow = random_fp8_experts(SHAPES[0].layers * SHAPES[0].experts, SHAPES[0].hidden, SHAPES[0].intermediate)
     for tokens in (1, 16, 128):
         decode(report, SHAPES[0], narrow, tokens, copied)
     prefill(report, SHAPES[0], narrow, multiplied)
@@ -219,9 +212,7 @@ def correctness(report: Report, shape: Shape, weights: ExpertWeights) -> None:
             for pair in (0, 170, 340)
             for tile in WIDTHS
         ),
-        "again": any(
-            not torch.equal(outcome(tile).view(torch.int32), bits) for tile in WIDTHS for _ in range(5)
-        ),
+        "again": any(not torch.equal(outcome(tile).view(torch.int32), bits) for tile in WIDTHS for _ in range(5)),
     }
     report(
         {
@@ -231,9 +222,7 @@ def correctness(report: Report, shape: Shape, weights: ExpertWeights) -> None:
     )  # fmt: skip
 
 
-def decode(
-    report: Report, shape: Shape, weights: ExpertWeights | Fp8ExpertWeights, tokens: int, copied: float
-) -> None:
+def decode(report: Report, shape: Shape, weights: ExpertWeights | Fp8ExpertWeights, tokens: int, copied: float) -> None:
     """Bytes of weights a second, of the FFN and with grouping."""
     calls = Calls(weights, shape, tokens, TURNS)
     nbytes = calls.weight_bytes()
@@ -253,9 +242,7 @@ def decode(
     )  # fmt: skip
 
 
-def prefill(
-    report: Report, shape: Shape, weights: ExpertWeights | Fp8ExpertWeights, multiplied: float
-) -> None:
+def prefill(report: Report, shape: Shape, weights: ExpertWeights | Fp8ExpertWeights, multiplied: float) -> None:
     """Flops a second of many tokens."""
     calls = Calls(weights, shape, shape.prefill_tokens, 1)
     rate(report, shape, f"grouped_ffn, {kind(weights)}", lambda: calls.ffn(0), multiplied)
@@ -287,9 +274,7 @@ def combined(report: Report, shape: Shape, weights: ExpertWeights) -> None:
                 experts.enqueue(turn % shape.layers, rows, ids[turn], gates, n_rows, out)
 
         us = seconds(act) / TURNS * 1e6
-        report(
-            {"what": "local experts, one layer", "shape": shape.name, "tokens": tokens, "us": round(us, 1)}
-        )
+        report({"what": "local experts, one layer", "shape": shape.name, "tokens": tokens, "us": round(us, 1)})
 
 
 def rate(report: Report, shape: Shape, name: str, act: Callable[[], object], multiplied: float) -> None:

@@ -52,8 +52,7 @@ class Products:
         self.x = torch.randn(rows, k, device=device).bfloat16()
         scratch = Scratch.make(device)
         self.weights = [
-            LinearWeight.pack(torch.randn(n, k, device=device) * k**-0.5, scratch)
-            for _ in range(turns_of(n, k))
+            LinearWeight.pack(torch.randn(n, k, device=device) * k**-0.5, scratch) for _ in range(turns_of(n, k))
         ]
         self.out = torch.empty(rows, n, device=device, dtype=torch.bfloat16)
         self.n_rows = torch.tensor([rows], dtype=torch.int32, device=device)

@@ -64,9 +64,7 @@ class LocalExperts:
             raise ValueError(f"{max_rows} rows of {top_k} experts; both are at least 1.")
         pairs = max_rows * top_k
         self.weights, self.table, self.top_k, self.max_rows = weights, table.contiguous(), top_k, max_rows
-        self._groups = Groups.allocate(
-            pairs=pairs, slots=weights.slots, tile=weights.widest_group, device=device
-        )
+        self._groups = Groups.allocate(pairs=pairs, slots=weights.slots, tile=weights.widest_group, device=device)
         self._row_of = (torch.arange(pairs, device=device) // top_k).to(torch.int32)
         self._out = torch.empty(pairs, weights.hidden, dtype=row_dtype, device=device)
         self._act = torch.empty(pairs, weights.act_width, dtype=torch.bfloat16, device=device)

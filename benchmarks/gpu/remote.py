@@ -107,9 +107,7 @@ def client_of(model: Path, router_address: str, sizes: Sizes) -> Iterator[Any]:
             pool=ATTENTION, address="nowhere:1", model_hash=checkpoint.fingerprint, numerics_class=numerics,
             layers=shape.layers, experts=shape.experts, core=named_cores(())[0],
         )  # fmt: skip
-        endpoint = device.opener(TransportChoice.parse(options.transport))(
-            identity.name, identity.incarnation, 1
-        )
+        endpoint = device.opener(TransportChoice.parse(options.transport))(identity.name, identity.incarnation, 1)
         closing.callback(endpoint.close)
         client = ExpertClient(
             endpoint=endpoint, shape=shape, dtype=dtype, model_hash=checkpoint.fingerprint,
@@ -153,9 +151,7 @@ def measure(report: Report, model: Path, client: Any, sizes: Sizes, seed: int) -
         times.append([step_s(decoder, rows, blocks, sizes) for rows in sizes.rows])
         decoder.close()
     tokens = [token for one in made[0][0] for token in one]
-    equal = sum(
-        one == other for one, other in zip(tokens, (t for one in made[1][0] for t in one), strict=True)
-    )
+    equal = sum(one == other for one, other in zip(tokens, (t for one in made[1][0] for t in one), strict=True))
     report(
         {
             "what": "tokens over servers, as in this process", "seed": seed, "tokens": len(tokens), "equal": equal,

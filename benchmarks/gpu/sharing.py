@@ -44,9 +44,7 @@ def run(report: Report) -> None:
             quit_mps(Path(folder))
 
 
-def watch(
-    report: Report, mode: str, environment: Mapping[str, str], program: str = "benchmarks.gpu.sharing"
-) -> None:
+def watch(report: Report, mode: str, environment: Mapping[str, str], program: str = "benchmarks.gpu.sharing") -> None:
     """Run the client's process, hand on what it reports, and say how it ended."""
     process = subprocess.Popen(
         [sys.executable, "-m", program], env=os.environ | environment, stdout=subprocess.PIPE, text=True
@@ -104,9 +102,7 @@ def main() -> None:
             os.close(fd)
         client.link(place, Link(request=there.address, reply=back.address, incarnation=SERVER + place))
     ready = all(child.stdout and child.stdout.readline() == "serving\n" for child in children)
-    client.write_tables(
-        torch.arange(2, dtype=torch.int32).expand(shape.layers, shape.experts, -1).contiguous()
-    )
+    client.write_tables(torch.arange(2, dtype=torch.int32).expand(shape.layers, shape.experts, -1).contiguous())
 
     def calls(count: int) -> tuple[list[float], bool]:
         """Microseconds of each, and whether all had the right bits."""

@@ -214,13 +214,9 @@ def rows_of(records: Sequence[Record], sections: Mapping[str, float]) -> list[tu
             taken = [record for record in mine if rule.takes(record)]
             rows += _rows_of(rule, taken)
             if not taken:
-                rows.append(
-                    (f"{section}: {rule.what}", rule.wanted, "-", MISSING if ended or mine else NOT_RUN)
-                )
+                rows.append((f"{section}: {rule.what}", rule.wanted, "-", MISSING if ended or mine else NOT_RUN))
         for record in mine:
-            if "holds" in record and not any(
-                rule.section == section and rule.what == record["what"] for rule in RULES
-            ):
+            if "holds" in record and not any(rule.section == section and rule.what == record["what"] for rule in RULES):
                 rows.append(
                     (
                         f"{section}: {record['what']}",
@@ -239,9 +235,7 @@ def _end_of(section: str, limit_s: float, ended: Record | None) -> tuple[str, st
     if "missing" in ended:
         return f"{section}", wanted, str(ended["missing"]), MISSING
     code = ended["exit_code"]
-    found = (
-        f"killed after {ended['seconds']} s" if ended["killed"] else f"{ended['seconds']} s, exit code {code}"
-    )
+    found = f"killed after {ended['seconds']} s" if ended["killed"] else f"{ended['seconds']} s, exit code {code}"
     return f"{section}", wanted, found, OK if code == 0 else SHORT
 
 

@@ -55,12 +55,8 @@ def befall(cluster: HostsCluster, name: str, rounds: int, calm: Sequence[Outcome
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    options.add_argument(
-        "--fault", default=",".join(FAULTS), help=f"with commas; default: all of {', '.join(FAULTS)}"
-    )
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--fault", default=",".join(FAULTS), help=f"with commas; default: all of {', '.join(FAULTS)}")
     options.add_argument("--rounds", type=int, default=3)
     asked = options.parse_args()
     if why := refusal():

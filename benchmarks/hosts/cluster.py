@@ -79,9 +79,7 @@ class Outcome:
 class Unit:
     """One process of a host, and its successors."""
 
-    def __init__(
-        self, host: str, role: str, command: Sequence[str], environment: dict[str, str], log: Path
-    ) -> None:
+    def __init__(self, host: str, role: str, command: Sequence[str], environment: dict[str, str], log: Path) -> None:
         self.host, self.role = host, role
         self._command, self._environment, self.log = command, environment, log
         self.process: subprocess.Popen[bytes] | None = None
@@ -204,9 +202,7 @@ class HostsCluster:
 
     def status(self) -> dict[str, Any] | None:
         """What a gateway says of the cluster; None while none answers."""
-        done = subprocess.run(
-            [*self._outside("status")], capture_output=True, text=True, env=self._client_environment
-        )
+        done = subprocess.run([*self._outside("status")], capture_output=True, text=True, env=self._client_environment)
         return json.loads(done.stdout) if done.returncode == 0 else None
 
     def _members(self) -> list[dict[str, Any]]:
@@ -261,9 +257,7 @@ class HostsCluster:
         return Outcome(
             texts=[one["tokens"] for one in seen],
             errors=[
-                f"{one['error'] or one['finish']} after {len(one['tokens'])} tokens"
-                for one in seen
-                if one not in whole
+                f"{one['error'] or one['finish']} after {len(one['tokens'])} tokens" for one in seen if one not in whole
             ],
             stalls_ms=[1e3 * float(np.diff(one["at_s"]).max(initial=0.0)) for one in seen],
             tokens_per_s=len(times) / float(np.ptp(times)),
@@ -392,9 +386,7 @@ def hosts_cluster(
         tempfile.TemporaryDirectory(prefix="eaas-hosts-", dir=memory if memory.is_dir() else None) as folder,
         Network([*setting.roles, OUTSIDE], NETWORKS) as network,
     ):
-        gateways = [
-            network.address(host, "ctl") for host, roles in setting.roles.items() if "gateway" in roles
-        ]
+        gateways = [network.address(host, "ctl") for host, roles in setting.roles.items() if "gateway" in roles]
         network.name_hosts(OUTSIDE, {name: gateways[::way] for name, way in NAMES.items()})
         prepare(network, Path(folder))
         with HostsCluster(network, Path(folder), setting) as cluster:

@@ -113,9 +113,7 @@ FAULTS: Mapping[str, HostFault] = {
         strike=lambda cluster: cluster.network.shape("d", "rail0", 4),
         mend=lambda cluster: cluster.network.heal("d", "rail0"),
     ),
-    "etcd-minority": HostFault(
-        what="one etcd of three is lost", strike=_etcds_lost("a"), mend=_etcds_back("a")
-    ),
+    "etcd-minority": HostFault(what="one etcd of three is lost", strike=_etcds_lost("a"), mend=_etcds_back("a")),
     "etcd-majority": HostFault(
         what="two etcds of three are lost", strike=_etcds_lost("a", "b"), mend=_etcds_back("a", "b")
     ),
@@ -130,10 +128,6 @@ FAULTS: Mapping[str, HostFault] = {
         strike=lambda cluster: cluster.kill("d", "expert"),
         setting=Setting(prefix={"d": ("unshare", "--time", "--boottime", "500000", "--monotonic", "70000")}),
     ),
-    "long-link": HostFault(
-        what="a host's links lose 1% and take 10 ms each way", strike=_long_link, mend=_short_link
-    ),
-    "roll": HostFault(
-        what="every process is replaced, one after another", strike=lambda cluster: cluster.roll()
-    ),
+    "long-link": HostFault(what="a host's links lose 1% and take 10 ms each way", strike=_long_link, mend=_short_link),
+    "roll": HostFault(what="every process is replaced, one after another", strike=lambda cluster: cluster.roll()),
 }

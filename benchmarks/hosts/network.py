@@ -164,9 +164,7 @@ class Network:
         for way in ("tx", "rx"):
             for unit in ("bytes", "packets"):
                 path = f"/sys/class/net/{network}/statistics/{way}_{unit}"
-                said = subprocess.run(
-                    [*self.inside(host), "cat", path], capture_output=True, text=True, check=True
-                )
+                said = subprocess.run([*self.inside(host), "cat", path], capture_output=True, text=True, check=True)
                 found[f"{way}_{unit}"] = int(said.stdout)
         return found
 

@@ -41,9 +41,7 @@ def prompt(number: int) -> str:
 
 def stream(url: str, number: int, tokens: int, began_s: float, seen: Seen) -> None:
     """Ask for a greedy stream at any gateway that the name means, and note what comes."""
-    http = httpx2.Client(
-        timeout=httpx2.Timeout(SILENCE_S, connect=CONNECT_S), verify=os.environ["SSL_CERT_FILE"]
-    )
+    http = httpx2.Client(timeout=httpx2.Timeout(SILENCE_S, connect=CONNECT_S), verify=os.environ["SSL_CERT_FILE"])
     key = os.environ["EAAS_API_KEY"]
     client = resuming(openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, http_client=http))
     try:

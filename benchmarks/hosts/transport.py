@@ -48,9 +48,7 @@ def ask(cluster: HostsCluster, streams: int) -> dict[str, float]:
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--streams", default="8,32")
     options.add_argument("--rounds", type=int, default=5)
     asked = options.parse_args()

@@ -28,7 +28,7 @@ def opened(transport: str, index: int, others: int, payload_bytes: int, loops: s
     incarnation = 1000 + index
     if transport in ("memcpy", "shm", "shm-parked"):
         from benchmarks.transports.native import Memcpy, NativeShm
-        from p2p import ShmEndpoint
+        from p2p.local import ShmEndpoint
 
         if transport == "memcpy":
             return Memcpy(Path(loops))
@@ -36,7 +36,7 @@ def opened(transport: str, index: int, others: int, payload_bytes: int, loops: s
         return NativeShm(endpoint, links, payload_bytes, Path(loops))
     if transport == "shm-python":
         from benchmarks.transports.endpoint import EndpointSide
-        from p2p import ShmEndpoint
+        from p2p.local import ShmEndpoint
 
         return EndpointSide(ShmEndpoint(f"{transport}-{index}", incarnation), links, payload_bytes)
     if transport.startswith("nixl"):

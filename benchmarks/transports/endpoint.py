@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks.transports.side import SLOTS, Load, rounds, until
-from p2p import Endpoint, WindowLayout, native
+from p2p import native
+from p2p.endpoint import Endpoint
 from p2p.frame import PAYLOAD_OFFSET, SIGNAL_BYTES
+from p2p.window import WindowLayout
 
 _WAIT_NS = 5_000_000
 
@@ -19,9 +21,7 @@ class EndpointSide:
 
     pinned = True
 
-    def __init__(
-        self, endpoint: Endpoint[Any, Any], links: int, payload_bytes: int, framed: bool = True
-    ) -> None:
+    def __init__(self, endpoint: Endpoint[Any, Any], links: int, payload_bytes: int, framed: bool = True) -> None:
         self._endpoint = endpoint
         self._framed = framed
         self._layout = WindowLayout(slots=SLOTS, payload_bytes=payload_bytes)
@@ -122,6 +122,4 @@ class EndpointSide:
         capacity, sender = self._layout.payload_bytes, self._peers[link].incarnation
         length = self._library.p2p_frame_open(slot, capacity, own, sender, due, *self._into)
         if length < 0:
-            raise RuntimeError(
-                f"a frame was refused with {length} (p2p/native/frame.h): the benchmark is wrong."
-            )
+            raise RuntimeError(f"a frame was refused with {length} (p2p/native/frame.h): the benchmark is wrong.")

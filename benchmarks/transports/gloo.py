@@ -26,9 +26,7 @@ class Gloo:
         # Only the hub's is used; a file, because it needs no port of its own.
         self._meeting = tempfile.TemporaryDirectory(prefix="eaas-gloo-")
         self._source = torch.ones(payload_bytes, dtype=torch.uint8)
-        self._target = [
-            [torch.ones(payload_bytes, dtype=torch.uint8) for _ in range(SLOTS)] for _ in self._links
-        ]
+        self._target = [[torch.ones(payload_bytes, dtype=torch.uint8) for _ in range(SLOTS)] for _ in self._links]
 
     def offers(self) -> list[str]:
         """Where the group meets."""

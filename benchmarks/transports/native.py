@@ -12,8 +12,10 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.transports.side import SILENCE_S, SLOTS, Load, Silent
-from p2p import ShmEndpoint, WindowLayout, native
+from p2p import native
 from p2p.build import ROOT, run_compiler
+from p2p.local import ShmEndpoint
+from p2p.window import WindowLayout
 
 COPIES = ("copy_out", "put", "put_sealed", "copy_in", "open", "checksum")
 _SILENT = -100
@@ -98,9 +100,7 @@ class NativeShm:
         if result == _SILENT:
             raise Silent(f"nothing came for {SILENCE_S:.0f} s; the other process has ended or is stuck.")
         if result:
-            raise RuntimeError(
-                f"a frame was refused with {result} (p2p/native/frame.h): the benchmark is wrong."
-            )
+            raise RuntimeError(f"a frame was refused with {result} (p2p/native/frame.h): the benchmark is wrong.")
 
 
 class Copies:

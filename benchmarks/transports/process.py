@@ -119,9 +119,7 @@ class Star:
             process.ask("join", transport=transport, offers=offers)
         _answers(self._all)
 
-    def run(
-        self, transport: str, load: Load, hub_drives: bool, pause_s: float = 0.0
-    ) -> tuple[list[Any], list[Any]]:
+    def run(self, transport: str, load: Load, hub_drives: bool, pause_s: float = 0.0) -> tuple[list[Any], list[Any]]:
         """Let one side drive a load and the other serve it.
 
         Args:

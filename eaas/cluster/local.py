@@ -25,8 +25,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
-from eaas.cluster.config import KEYS_FILE, RESUME_KEY_FILE, ClusterConfig, LaunchContext, child_options
+from eaas.cluster.config import KEYS_FILE, MODELS_FILE, RESUME_KEY_FILE, ClusterConfig, LaunchContext, child_options
 from eaas.cluster.mps import ready_gpus
 from eaas.cluster.on_ray import RayNodes, RayUnusable
 from eaas.cluster.process import Child, StartFailed, StateDir, keep_secret
@@ -34,19 +35,22 @@ from eaas.gateway.keys import digest_of, keys_of, write_keys
 from eaas.gateway.listening import ListenFailed, address_of, listen
 from eaas.settings import ROLES
 from experts.devices import CUDA, Device
+from experts.model import ConfigInvalid
+from experts.pack import model_entry
 from p2p.endpoint import P2PError
 from p2p.native import named_cores
 from router.access import LAUNCHER, LOOPBACK, Exposed
-from router.client import RouterClient, RouterUnavailable
+from router.client import OrderRefused, RouterClient, RouterUnavailable
 from router.connection import answers
 from router.etcd import Etcd, EtcdUnavailable
 from router.etcd_store import erase
-from router.events import StartProcess, StopProcess
+from router.events import AddModel, StartProcess, StopProcess
 from router.host import host_id
-from router.launcher import Launcher
+from router.journal import entries_text
+from router.launcher import Launcher, OrderFailed
 from router.options import arguments
 from router.tls import Credentials
-from router.view import DRAINING, GATEWAY, View
+from router.view import ATTENTION, DRAINING, EXPERT, GATEWAY, Model, View
 
 logger = logging.getLogger(__name__)
 
@@ -62,19 +66,62 @@ SILENT_GATEWAY_S = 2.0
 STOP_MOMENT_S = 1.5
 
 
+def entries_of(config: ClusterConfig) -> list[tuple[Model, int, str]]:
+    """What the router is told of each model that --model names, as for `RouterClient.add_model`.
+
+    Raises: as `model_entry`; ConfigInvalid: one pool cannot serve them.
+    """
+    named = config.served if config.models else ()
+    found = [(each, *model_entry(each.name, each.path, config.dtype, each.weight)) for each in named]
+    for number, (each, model, _) in enumerate(found):
+        if twin := next((other for other, known, _ in found[:number] if known.hash == model.hash), None):
+            raise ConfigInvalid(
+                f"--model {twin.name}={twin.path} --model {each.name}={each.path}: these are one checkpoint, byte for "
+                "byte, and a model has one name. Leave one of them out."
+            )
+    classes = ", ".join(f"{each.name} as {kernels}" for each, _, kernels in found)
+    if len({kernels for *_, kernels in found}) > 1:
+        raise ConfigInvalid(
+            f"one pool computes in one format of numbers; found {classes}. Give --dtype bfloat16, or use several pools."
+        )
+    return [(model, each.attention, kernels) for each, model, kernels in found]
+
+
+def entries_after(view: View, wanted: Mapping[str, int], first: tuple[str, str]) -> tuple[AddModel, ...]:
+    """What a router is told that has lost its journal: models that are served and stay, in the order of their numbers.
+
+    Args:
+        wanted: Sizes of the pools; of those that are not known that of the first model's workers.
+        first: Name and folder with which processes are started, and which the router has from its options.
+    """
+    models = [m if (m.name, m.path) != first else replace(m, name="", path="") for m in view.models]
+    staying = [model for model in models if not model.leaving and model.layers and model.experts]
+    pools = [f"{ATTENTION}:{model.name}" if model.number else ATTENTION for model in staying]
+    return tuple(
+        AddModel(model=replace(model, asleep=False), attention=wanted.get(pool, wanted[ATTENTION]))
+        for model, pool in zip(staying, pools, strict=True)
+    )
+
+
 class LocalCluster:
-    """Router, expert servers, attention workers and gateways of one model; use as a context manager.
+    """Router, expert servers, attention workers and gateways of a pool's models; use as a context manager.
 
     Raises (from `start`):
         StartFailed: a part did not become ready, with its name and the reason.
     Raises CredentialsInvalid where the launcher has no certificate in `tls_dir`, StateDirUnusable where journal and
-    logs cannot be kept, ValueError where it names cores that it may not use.
+    logs cannot be kept, ValueError where it names cores that it may not use; and as `entries_of`.
     """
 
     def __init__(self, config: ClusterConfig, *, on_event: Callable[[str], None] | None = None) -> None:
         # On other nodes are other cores.
         cores = () if config.on == "ray" else named_cores(config.cores)
         self.config = config = replace(config, cores=cores)
+        self._entries = entries_of(config)
+        # As the router last had them: some may have been added since, and pools may have other sizes.
+        self._models = tuple(model for model, *_ in self._entries)
+        self._wanted: Mapping[str, int] = config.wanted
+        self._served = tuple(AddModel(model=model, attention=count) for model, count, _ in self._entries)
+        self._kept: tuple[AddModel, ...] = ()
         tls = config.tls_dir
         self._credentials = Credentials(tls / LAUNCHER, LAUNCHER) if tls is not None else None
         self._state = StateDir(config.state_dir)
@@ -105,6 +152,7 @@ class LocalCluster:
         self._restarts: dict[tuple[str, int], tuple[int, float]] = {}
         # Gateways of this host among the members, with their states, by pid.
         self._gateways: dict[int, str] = {}
+        self._named: dict[str, str] = {}
         self._resume_key = secrets.token_bytes(32)
         self._supervisor = threading.Thread(target=self._supervise, name="supervisor", daemon=True)
         self._launch_thread = threading.Thread(target=self._follow_launches, name="launches", daemon=True)
@@ -130,7 +178,7 @@ class LocalCluster:
             if self.config.on == "ray":
                 self._ray = RayNodes(
                     self.config,
-                    command=lambda pool, node: [ROLES[pool].module, *self._arguments(pool, 0, 0, node)],
+                    command=self._command,
                     tell=lambda text, failed: self._order(partial(self._heard, text, failed)),
                 )
             else:
@@ -154,9 +202,7 @@ class LocalCluster:
             if time.monotonic() > deadline:
                 missing = self._missing()
                 self.stop()
-                raise StartFailed(
-                    f"After {timeout_s:.0f} s still not ready: {missing}. Logs were in {self.state_dir}."
-                )
+                raise StartFailed(f"After {timeout_s:.0f} s still not ready: {missing}. Logs were in {self.state_dir}.")
 
     def stop(self) -> None:
         """End every process, orderly first and by SIGKILL after `stop_s`; leaves nothing behind. Safe to repeat."""
@@ -190,14 +236,16 @@ class LocalCluster:
         # Gateways go first so that no request meets a half-stopped cluster; the router last.
         for pool in ("gateway", "attention", "expert", "router"):
             for child in children:
-                if child.pool == pool:
+                if child.pool.startswith(pool):
                     child.send(signal.SIGTERM)
                     child.send(signal.SIGCONT)
         deadline = time.monotonic() + self.config.stop_s
         if self._ray is not None:
             self._ray.end(self.config.stop_s)
         for child in children:
-            _wait_exit(child, max(0.0, deadline - time.monotonic()))
+            with selectors.DefaultSelector() as waiter:
+                waiter.register(child.pidfd, selectors.EVENT_READ)
+                waiter.select(max(0.0, deadline - time.monotonic()))
             child.send(signal.SIGKILL)
             child.reap()
         self._children.clear()
@@ -265,16 +313,13 @@ class LocalCluster:
         try:
             act()
         except StartFailed as failure:
-            self._start_failed(failure)
+            if self._ready.is_set():
+                self._on_event(str(failure))
+            else:
+                self._failure = self._failure or failure
         except Exception:
             # The children end with this thread, so no fault of one act may end it.
             logger.exception("supervisor_act_failed")
-
-    def _start_failed(self, failure: StartFailed) -> None:
-        if self._ready.is_set():
-            self._on_event(str(failure))
-        elif self._failure is None:
-            self._failure = failure
 
     def _on_event(self, text: str) -> None:
         try:
@@ -285,26 +330,27 @@ class LocalCluster:
 
     def _spawn(self, pool: str, slot: int, port: int) -> None:
         self._launched += 1
-        log = self.state_dir / f"{pool}.{self._launched}.log"
+        role = pool.partition(":")[0]
+        log = self.state_dir / f"{role}.{self._launched}.log"
         try:
             self._state.ensure()
+            if pool == "router":
+                self._keep_models()
             if self.config.api_key:
                 # Each time: the folder may have been made anew.
-                write_keys(
-                    self.state_dir / KEYS_FILE, keys_of([digest_of(key) for key in self.config.api_key])
-                )
+                write_keys(self.state_dir / KEYS_FILE, keys_of([digest_of(key) for key in self.config.api_key]))
             if pool == GATEWAY:
                 keep_secret(self.state_dir / RESUME_KEY_FILE, self._resume_key)
             child = Child.start(
                 pool=pool,
                 slot=slot,
-                module=ROLES[pool].module,
+                module=ROLES[role].module,
                 arguments=self._arguments(pool, slot, port),
                 log=log,
-                environment=self._environment if pool in ("expert", "attention") else {},
+                environment=self._environment if role in (EXPERT, ATTENTION) else {},
                 pass_fds=[self._listener.fileno()] if pool == GATEWAY and self._listener else (),
             )
-        except OSError as error:
+        except (OSError, OrderFailed) as error:
             # The router counts on what it ordered; no process has the pid 0, so this reports a start that failed.
             self._exits.put((0, pool))
             raise StartFailed(f"{pool} could not be started: {error}") from error
@@ -320,8 +366,23 @@ class LocalCluster:
             listen_fd=self._listener.fileno() if self._listener else -1,
             admin_address=self._admin_addresses.get(slot, ""),
             node=node or (self._ray.address if self._ray else LOOPBACK),
+            model=self._path_of(pool.partition(":")[2]),
         )
         return arguments(child_options(self.config, context, pool, slot, port))
+
+    def _path_of(self, name: str) -> Path | None:
+        """Folder of a model by its name, None of the first. Raises OrderFailed."""
+        # With a lost journal the first may be another than at the start: that one had been removed.
+        first = next((Path(model.path) for model in self._models[:1] if model.path and not model.number), None)
+        paths = {"": first} | {model.name: Path(model.path) for model in self._models if model.path}
+        if name not in paths:
+            raise OrderFailed(f"nobody said where the checkpoint of {name} is; `eaas models add` does")
+        return paths[name]
+
+    def _command(self, pool: str, node: str) -> list[str]:
+        """What is to run on another node: its module and its arguments."""
+        self._learn()
+        return [ROLES[pool.partition(":")[0]].module, *self._arguments(pool, 0, 0, node)]
 
     def _report(self, child: Child) -> None:
         descriptor = child.ready_fd
@@ -351,12 +412,31 @@ class LocalCluster:
         if self._router is not None or len(self._router_addresses) < self.config.routers:
             return
         self._router = RouterClient(self.router_address, self._credentials)
-        self._router.start(on_view=lambda view: self._order(lambda: self._look_at_gateways(view)))
+        self._router.start(on_view=lambda view: self._order(lambda: self._look_at(view)))
         self._launch_thread.start()
         self._exit_thread.start()
         self._probe_thread.start()
         for slot in range(self.config.gateways if self.config.endpoint else 0):
             self._spawn(GATEWAY, slot, port=0)
+
+    def _look_at(self, view: View) -> None:
+        self._served = entries_after(view, self._wanted, self.config.first)
+        if self._served != self._kept:
+            self._keep_models()
+        self._tell_models(view)
+        self._look_at_gateways(view)
+
+    def _keep_models(self) -> None:
+        """Keep what is served apart from the journal: each router reads it when it begins to lead."""
+        file = self.state_dir / MODELS_FILE
+        written = file.with_suffix(".new")
+        try:
+            written.write_text(entries_text(self._served))
+            written.replace(file)
+            self._kept = self._served
+        except OSError as error:
+            # Without it all goes on, unless the journal is lost too; the next View tries again.
+            logger.warning("models_not_kept file=%s reason=%s", file, error)
 
     def _look_at_gateways(self, view: View) -> None:
         """See which gateways drain, and which have been silent for so long that they are no members any more."""
@@ -369,6 +449,14 @@ class LocalCluster:
             if state == DRAINING and not child.replaced:
                 start = partial(self._succeed, child)
                 self._later(0.0, partial(self._until_started, child, start))
+
+    def _tell_models(self, view: View) -> None:
+        """Say which models have come or gone since this cluster became ready."""
+        before, self._named = self._named, {model.hash: model.name for model in view.models if model.name}
+        for those, others, what in ((self._named, before, "added"), (before, self._named, "removed")):
+            for hash in those.keys() - others.keys():
+                if self._ready.is_set():
+                    self._on_event(f"model {those[hash]} {what}")
 
     def _succeed(self, child: Child) -> None:
         """Start the successor of a gateway that drains; it goes when it sees the new one among the members."""
@@ -446,12 +534,8 @@ class LocalCluster:
     def _missing(self) -> str:
         """The parts to begin with that are not ready yet, in words; empty when all are."""
         config = self.config
-        wanted = {
-            "router": config.routers,
-            "gateway": config.gateways if config.endpoint else 0,
-            "expert": config.experts,
-            "attention": config.attention,
-        }
+        parts = {"router": config.routers, GATEWAY: config.gateways if config.endpoint else 0}
+        wanted = parts | config.wanted
         ready = self._ray.ready if self._ray is not None else Counter[str]()
         ready.update(child.pool for child in self._children.values() if child.ready is not None)
         missing = {pool: count - ready[pool] for pool, count in wanted.items()}
@@ -461,6 +545,12 @@ class LocalCluster:
 
     def _follow_launches(self) -> None:
         router = self._router_client()
+        try:
+            for entry in self._entries:
+                router.add_model(*entry, timeout_s=START_S)
+        except (OrderRefused, RouterUnavailable) as error:
+            self._order(partial(self._heard, f"the router does not serve the models: {error}", True))
+            return
         if self._ray is not None:
             name = f"ray/{self.state_dir.name}"
             self._launcher = Launcher(self.router_address, name, self._ray.carry, self._credentials)
@@ -469,12 +559,19 @@ class LocalCluster:
         for command in router.launches(host_id(), self._starting):
             if self._stopping.is_set():
                 return
-            if isinstance(command, StartProcess) and command.pool == "expert":
-                try:
-                    self._experts_wanted = router.status(timeout_s=PROBE_S).pools["expert"].wanted
-                except RouterUnavailable as error:
-                    logger.warning("wanted_unknown kept=%d reason=%s", self._experts_wanted, error)
+            if isinstance(command, StartProcess):
+                self._learn()
             self._order(lambda command=command: self._obey(command))
+
+    def _learn(self) -> None:
+        """Ask the router what a process of the pool is to be told; for a thread that may wait."""
+        try:
+            status = self._router_client().status(timeout_s=PROBE_S)
+        except RouterUnavailable as error:
+            logger.warning("wanted_unknown kept=%d reason=%s", self._experts_wanted, error)
+            return
+        self._wanted = {**self._wanted, **{name: size.wanted for name, size in status.pools.items()}}
+        self._experts_wanted, self._models = status.pools[EXPERT].wanted, status.view.models
 
     def _starting(self) -> dict[str, int]:
         """Processes by pool that have been started and have not joined yet."""
@@ -482,7 +579,7 @@ class LocalCluster:
         joined = {member.pid for member in view.members if member.host == host_id()} if view else set[int]()
         # A worker joins long before it is ready; counted twice, it would hold up the next that is needed.
         pools = [c.pool for c in list(self._children.values()) if c.ready is None and c.pid not in joined]
-        return {pool: pools.count(pool) for pool in ("expert", "attention")}
+        return {pool: count for pool, count in Counter(pools).items() if pool not in ("router", GATEWAY)}
 
     def _obey(self, command: StartProcess | StopProcess) -> None:
         if isinstance(command, StopProcess):
@@ -495,9 +592,7 @@ class LocalCluster:
                 self._later(STOP_MOMENT_S, lambda: self._kill(child))
             return
         view = self._router.view if self._router is not None else None
-        drained = (
-            {it.pid for it in view.members if it.state == "draining" and it.host == host_id()} if view else ()
-        )
+        drained = {it.pid for it in view.members if it.state == "draining" and it.host == host_id()} if view else ()
         mine = [it for it in self._children.values() if it.pool == command.pool]
         # Nor does one that is drained keep its slot: beyond the slots of its pool lie other processes' devices.
         used = {it.slot for it in mine if not it.replaced and it.pid not in drained}
@@ -525,9 +620,7 @@ class LocalCluster:
         """End a router that has hung, so that it is started again: nobody else watches over it."""
         answered_s: dict[int, float] = {}
         while not self._stopping.wait(PROBE_S):
-            routers = [
-                child for child in list(self._children.values()) if child.pool == "router" and child.ready
-            ]
+            routers = [child for child in list(self._children.values()) if child.pool == "router" and child.ready]
             for child in routers:
                 now_s = time.monotonic()
                 if answers(child.address, PROBE_S, self._credentials):
@@ -540,12 +633,6 @@ class LocalCluster:
         if self._router is None:
             raise StartFailed("The router's address is not known yet; start the router first.")
         return self._router
-
-
-def _wait_exit(child: Child, timeout_s: float) -> None:
-    with selectors.DefaultSelector() as waiter:
-        waiter.register(child.pidfd, selectors.EVENT_READ)
-        waiter.select(timeout_s)
 
 
 def _words(status: int) -> str:

@@ -36,9 +36,7 @@ def ready_gpus(config: ClusterConfig, state_dir: Path) -> Mapping[str, str]:
     found = driver.devices()
     for one, other in permutations(used, 2):
         if not driver.peer_has(one, other, PEER_ACCESS):
-            raise P2PError(
-                f"{found[one]} does not reach the memory of {found[other]}: `eaas doctor` lists who does."
-            )
+            raise P2PError(f"{found[one]} does not reach the memory of {found[other]}: `eaas doctor` lists who does.")
     shared = [gpu for gpu in found if config.gpus[gpu.ordinal] > 1]
     if not shared or os.environ.get(PIPES) or all(gpu.mps for gpu in shared):
         return {}

@@ -50,8 +50,7 @@ class ProcessOwner:
 
     def start(self, pool: str, command: list[str], variables: list[str]) -> list[str]:
         """Start the process by its module and arguments, with variables NAME=VALUE beside the node's own, until it is
-        ready: its name as a member, and its pid; or an empty name, and why it could not start.
-        """
+        ready: its name as a member, and its pid; or an empty name, and why it could not start."""
         # Ray's word on threads is for what it runs itself.
         os.environ.pop("OMP_NUM_THREADS", None)
         try:
@@ -103,10 +102,7 @@ class RayNodes:
     """
 
     def __init__(
-        self,
-        config: ClusterConfig,
-        command: Callable[[str, str], list[str]],
-        tell: Callable[[str, bool], None],
+        self, config: ClusterConfig, command: Callable[[str, str], list[str]], tell: Callable[[str, bool], None]
     ) -> None:
         """Connect to Ray.
 
@@ -197,9 +193,7 @@ class RayNodes:
         except self._failed as error:
             # What it owned has ended with it, or with its node.
             self._end_lost(owned)
-            needed = (
-                f"no node has a CPU and {self._gpus} GPUs free for {order.pool}: add nodes, or ask for less"
-            )
+            needed = f"no node has a CPU and {self._gpus} GPUs free for {order.pool}: add nodes, or ask for less"
             words = f"{order.pool} on {address} is lost: {error}" if address else needed
         finally:
             with self._lock:
@@ -236,9 +230,7 @@ class RayNodes:
         with self._lock:
             members = self._owned.values()
             asked = {each.actor.where.remote(): each.node for each in members if each.is_ready}
-            silent = (
-                self._ray.wait(list(asked), num_returns=len(asked), timeout=_ANSWER_S)[1] if asked else ()
-            )
+            silent = self._ray.wait(list(asked), num_returns=len(asked), timeout=_ANSWER_S)[1] if asked else ()
             self._doubted |= {asked[each]: time.monotonic() for each in silent}
             doubted = {node for node, at_s in self._doubted.items() if time.monotonic() - at_s < _DOUBT_S}
             beside = Counter(each.node for each in members)

@@ -95,9 +95,7 @@ class Child:
         finally:
             os.close(write_fd)
         os.set_blocking(read_fd, False)
-        return cls(
-            pool=pool, slot=slot, pid=process.pid, pidfd=pidfd, ready_fd=read_fd, log=log, process=process
-        )
+        return cls(pool=pool, slot=slot, pid=process.pid, pidfd=pidfd, ready_fd=read_fd, log=log, process=process)
 
     def read_ready(self) -> None:
         """Take what the readiness pipe holds; sets `ready` on a full line.
@@ -117,9 +115,7 @@ class Child:
         try:
             report = json.loads(line)
         except ValueError:
-            raise StartFailed(
-                f"{self.pool} ended before it was ready. Its last words:\n{self.tail()}"
-            ) from None
+            raise StartFailed(f"{self.pool} ended before it was ready. Its last words:\n{self.tail()}") from None
         if "error" in report:
             raise StartFailed(f"{self.pool} could not start: {report['error']}")
         self.ready = report

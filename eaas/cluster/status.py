@@ -42,9 +42,7 @@ def fetch_status(url: str, timeout_s: float = 5.0) -> dict[str, Any]:
     return ask_gateway(url, "/status", timeout_s=timeout_s)
 
 
-def ask_gateway(
-    url: str, path: str, method: str = "GET", body: Any = None, timeout_s: float = 5.0
-) -> dict[str, Any]:
+def ask_gateway(url: str, path: str, method: str = "GET", body: Any = None, timeout_s: float = 5.0) -> dict[str, Any]:
     """What the gateway at `url` answers to an operator's request.
 
     Raises:
@@ -60,7 +58,7 @@ def ask_gateway(
             return json.load(response)
     except urllib.error.HTTPError as error:
         if error.code not in (401, 403):
-            said = _said(error)
+            said = said_by(error)
             if said:
                 raise GatewayRefused(said) from None
             raise GatewayUnreachable(f"The gateway at {url} answers {error.code} to {path}.") from None
@@ -79,7 +77,7 @@ def ask_gateway(
         ) from None
 
 
-def _said(error: urllib.error.HTTPError) -> str:
+def said_by(error: urllib.error.HTTPError) -> str:
     """The message of an error in OpenAI's form; empty where it has another."""
     try:
         return str(json.loads(error.read(1 << 16))["error"]["message"])

@@ -72,8 +72,7 @@ class RouterViews:
     ) -> None:
         """Args: on_drain: called once, on another thread, when the router wants this gateway to go and another listens
         at the same address; at any, if it stands alone: nobody takes over its socket. faults: what this process may be
-        told to do to itself. credentials: of this process; None: no TLS towards the router.
-        """
+        told to do to itself. credentials: of this process; None: no TLS towards the router."""
         self._on_drain, self._stands_alone = on_drain, stands_alone
         self._ordered = self._drains = False
         self.address = address
@@ -93,13 +92,8 @@ class RouterViews:
         return identity.name if identity else "gateway/0"
 
     def start(self, on_view: Callable[[View], None], load: Callable[[], Mapping[str, float]]) -> None:
-        """Join, and call ``on_view``, on a thread of the client, with each newer View.
-
-        A router that does not answer within a moment is joined later.
-
-        Args:
-            load: Called on another thread of the client before each renewal.
-        """
+        """Join, and call ``on_view``, on a thread of the client, with each newer View. A router that does not answer
+        within a moment is joined later. Args: load: called on another thread of the client before each renewal."""
 
         def seen(view: View) -> None:
             on_view(view)
@@ -138,21 +132,13 @@ class RouterViews:
             log.info("join_delayed reason=%s", error)
 
     def scale(self, pool: str, wanted: int, drain_s: float | None) -> None:
-        """Change a pool's wanted size. Blocks shortly.
-
-        Raises:
-            OrderRefused: it is out of bounds, or this process's certificate may not.
-            RouterUnavailable: no router answered.
-        """
+        """Change a pool's wanted size. Blocks shortly. Raises OrderRefused: it is out of bounds, or this process's
+        certificate may not; RouterUnavailable: no router answered."""
         self._client.scale(pool, wanted, drain_s)
 
     def snapshot(self, *, rows: bool = True) -> ClusterSnapshot:
         """What the router tells, with the newest View or the last one seen, and how each router does, the leader first.
-        Blocks shortly.
-
-        Args:
-            rows: The load of each expert too.
-        """
+        Blocks shortly. Args: rows: The load of each expert too."""
         status = None
         with contextlib.suppress(RouterUnavailable, grpc.RpcError):
             status = self._client.status(timeout_s=_STATUS_TIMEOUT_S, rows=rows)
@@ -180,9 +166,7 @@ class RouterViews:
         if address != self._leader and (pid := pid_at(address, _STATUS_TIMEOUT_S, self._credentials)):
             self._pids[address], state = pid, "standby"
         # A frozen router is thawed by its pid: the one last seen is better than none.
-        return RouterStatus(
-            name=f"router/{number}", pid=self._pids.get(address), address=address, state=state
-        )
+        return RouterStatus(name=f"router/{number}", pid=self._pids.get(address), address=address, state=state)
 
     def suspect(self, name: str, incarnation: int, reason: str) -> None:
         """Tell the router of a member that does not do its work. Blocks shortly."""
@@ -194,10 +178,7 @@ class RouterViews:
     def close(self) -> None:
         """Leave, and end the threads."""
         self._closed.set()
-        try:
-            self._client.leave(timeout_s=_LEAVE_S)
-        except RouterUnavailable as error:
-            log.info("leave_unanswered error=%s", error)
+        self._client.leave(timeout_s=_LEAVE_S)
         self._client.close()
 
 
@@ -207,9 +188,7 @@ class _Server(uvicorn.Server):
     Told to drain it stops listening, and goes on until the last connection has ended or ``drain_s`` is over.
     """
 
-    def __init__(
-        self, settings: uvicorn.Config, gateway: Gateway, guards: Protection, options: GatewayOptions
-    ) -> None:
+    def __init__(self, settings: uvicorn.Config, gateway: Gateway, guards: Protection, options: GatewayOptions) -> None:
         super().__init__(settings)
         self._gateway, self._guards, self._options = gateway, guards, options
         self._stopping = asyncio.Event()
@@ -222,8 +201,8 @@ class _Server(uvicorn.Server):
             gateway = self._gateway
             # What start-up made stays for ever: no collection of garbage need walk over it again.
             gc.freeze()
-            log.info("ready address=%s model=%s pid=%d", gateway.address, gateway.model.name, os.getpid())
-            child.tell_ready(self._options, gateway.name, gateway.address)
+            log.info("ready address=%s model=%s pid=%d", gateway.address, gateway.own.model.name, os.getpid())
+            child.tell_ready(self._options, gateway.views.name, gateway.address)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -297,10 +276,7 @@ def _serve(options: GatewayOptions, listener: socket.socket, guards: Protection)
     named = {"service": "eaas-gateway", "instance": address, "version": version()}
     tracing = open_tracing(options.trace_url, options.trace_share, **named)
     model = load_model(
-        options.model,
-        name,
-        trusts_templates=options.trust_request_chat_template,
-        max_model_len=options.max_model_len,
+        options.model, name, trusts_templates=options.trust_request_chat_template, max_model_len=options.max_model_len
     )
     views = RouterViews(
         options.router,
@@ -324,7 +300,7 @@ def _serve(options: GatewayOptions, listener: socket.socket, guards: Protection)
     if tracing is not None:
         from eaas.spans import TracedRequests
 
-        app = TracedRequests(app, tracing, name)
+        app = TracedRequests(app, tracing)
     settings = uvicorn.Config(
         app,
         http=Connection.bounded(options, resource.getrlimit(resource.RLIMIT_NOFILE)[0]),

@@ -24,8 +24,8 @@ from starlette.responses import JSONResponse
 from eaas.gateway import errors, routes, tokenizing
 from eaas.gateway.constraints import Strict
 from eaas.gateway.dashboard import app as dashboard
-from eaas.gateway.errors import ApiError, ErrorReply, invalid, unavailable, unknown_model, wrong_field
-from eaas.gateway.gateway import Gateway
+from eaas.gateway.errors import ApiError, ErrorReply, invalid, unavailable, wrong_field
+from eaas.gateway.gateway import Gateway, Served
 from eaas.gateway.inspections import InspectRequest
 from eaas.gateway.messages import body_for
 from eaas.gateway.status import cluster_status
@@ -37,13 +37,13 @@ _PAUSE_MODES = ("abort", "wait", "keep")
 _POLL_S = 0.05
 
 
-class AbortRequest(Strict):
+class AbortRequest(Strict, extra="forbid"):
     """Body of POST /abort_requests: ids of requests; none or an empty list is all."""
 
     request_ids: list[str] | None = None
 
 
-class ScaleRequest(Strict):
+class ScaleRequest(Strict, extra="forbid"):
     """Body of POST /scale_elastic_ep: attention workers wanted, or members of the pool that is named."""
 
     new_data_parallel_size: Annotated[int, Field(ge=1, le=1 << 16)]
@@ -59,9 +59,9 @@ class OperatingRoutes:
 
     # -- looking
 
-    def model_card(self) -> dict[str, Any]:
-        """The model as /v1/models shows it."""
-        model = self._gateway.model
+    def model_card(self, served: Served) -> dict[str, Any]:
+        """A model as /v1/models shows it."""
+        model = served.model
         return {
             "id": model.name,
             "object": "model",
@@ -69,39 +69,36 @@ class OperatingRoutes:
             "owned_by": "eaas",
             "root": model.name,
             "parent": None,
-            "max_model_len": model.max_model_len,
+            "max_model_len": served.context,
         }
 
     async def front(self) -> Response:
         """GET /: where to go from here, for people."""
-        name = html.escape(self._gateway.model.name)
+        name = html.escape(", ".join(self._gateway.listed))
         page = (
             f"<!doctype html><meta charset=utf-8><title>{name} on EaaS</title><h1>{name}</h1>"
             "<p>The API is OpenAI's, under /v1. <ul>"
-            "<li><a href=dashboard>The cluster, live</a><li><a href=v1/models>The model</a>"
+            "<li><a href=dashboard>The cluster, live</a><li><a href=v1/models>What is served</a>"
             "<li><a href=openapi.json>The routes, as OpenAPI</a><li><a href=metrics>Metrics</a></ul>"
         )
-        return Response(
-            page, media_type="text/html", headers={"content-security-policy": "default-src 'none'"}
-        )
+        return Response(page, media_type="text/html", headers={"content-security-policy": "default-src 'none'"})
 
     async def models(self) -> Response:
-        """GET /v1/models."""
-        return JSONResponse({"object": "list", "data": [self.model_card()]})
+        """GET /v1/models: all that can be asked for."""
+        cards = [self.model_card(served) for served in self._gateway.listed.values()]
+        return JSONResponse({"object": "list", "data": cards})
 
     async def one_model(self, name: str) -> Response:
         """GET /v1/models/{name}."""
-        if name != self._gateway.model.name:
-            raise unknown_model(name, self._gateway.model.name)
-        return JSONResponse(self.model_card())
+        return JSONResponse(self.model_card(self._gateway.find(name)))
 
     async def health(self) -> Response:
-        """GET /health and /ping: 200 when a request could be served now, else 503 with the reason."""
+        """GET /health and /ping: 200 when a request for any model could be served now, else 503 with the reason."""
         gateway = self._gateway
         drains = "it drains, another gateway has taken its place" if gateway.draining else ""
-        reason = drains or gateway.pool.unready_reason()
+        reason = drains or gateway.unready_reason()
         if reason:
-            after_s = gateway.pool.eta.back_s("workers", 0.0)
+            after_s = max(served.pool.eta.back_s("workers", 0.0) for served in gateway.all())
             raise unavailable(f"Not ready: {reason}.", code="not_ready", after_s=after_s)
         return JSONResponse({"status": "ok"})
 
@@ -109,29 +106,31 @@ class OperatingRoutes:
         """GET /load: requests in progress."""
         return JSONResponse({"server_load": self._gateway.running})
 
-    async def server_info(self) -> Response:
-        """GET /server_info: what is served, and its limits."""
+    async def server_info(self, request: Request) -> Response:
+        """GET /server_info?model=NAME: what is served, and its limits."""
         gateway = self._gateway
-        config, model, pool = gateway.config, gateway.model, gateway.pool
+        served = gateway.find(request.query_params.get("model"))
+        model, pool = served.model, served.pool
         limits = ("max_requests", "max_owed_tokens", "max_body_bytes", "deadline_s", "stall_s")
         return JSONResponse(
             {
                 "version": gateway.version,
                 "model": model.name,
+                "models": list(gateway.listed),
                 "model_hash": model.fingerprint,
-                "max_model_len": min(model.max_model_len, pool.max_model_len or model.max_model_len),
+                "max_model_len": served.context,
                 "vocab": model.vocab,
                 "numerics_classes": pool.numerics_classes,
                 "attention_workers": len(pool.links()),
-                **{name: getattr(config, name) for name in limits},
+                **{name: getattr(served.config, name) for name in limits},
             }
         )
 
     async def embeddings(self) -> Response:
         """POST /v1/embeddings: refused."""
         message = (
-            f"The model `{self._gateway.model.name}` generates text and has no embeddings. Use a server with an "
-            "embedding model, or /v1/chat/completions and /v1/completions here."
+            "The models here generate text and have no embeddings. Use a server with an embedding model, or "
+            "/v1/chat/completions and /v1/completions here."
         )
         raise invalid(message, code="unsupported_endpoint")
 
@@ -144,31 +143,34 @@ class OperatingRoutes:
         return Response(self._gateway.metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def status(self) -> Response:
-        """GET /status: members, epoch, and this gateway's figures."""
+        """GET /status: members, epoch, and this gateway's figures, in all and of each model."""
         gateway = self._gateway
         known = await asyncio.to_thread(gateway.views.snapshot, rows=False)
-        pool, metrics = gateway.pool, gateway.metrics
+        served = gateway.all()
+        models = [_figures(one) for one in gateway.models.values()]
+        reason = gateway.unready_reason()
         own = {
-            "name": gateway.name,
+            "name": gateway.views.name,
             "pid": os.getpid(),
             "address": gateway.address,
             "version": gateway.version,
-            "ready": not pool.unready_reason(),
-            "reason": pool.unready_reason(),
+            "ready": not reason,
+            "reason": reason,
             "running": gateway.running,
-            "waiting": pool.waiting,
-            "attention_workers": sorted(link.name for link in pool.links()),
-            "requests": sum(metrics.requests.values()),
-            "output_tokens": metrics.output_tokens,
-            "replays": sum(metrics.replays.values()),
-            "model_hash": gateway.model.fingerprint,
-            "numerics_classes": pool.numerics_classes,
+            "waiting": sum(one.pool.waiting for one in served),
+            "attention_workers": sorted(link.name for one in served for link in one.pool.links()),
+            "requests": sum(one.metrics.requests.total() for one in served),
+            "output_tokens": sum(one.metrics.output_tokens for one in served),
+            "replays": sum(one.metrics.replays.total() for one in served),
+            "model_hash": gateway.own.model.fingerprint,
+            "numerics_classes": sorted({name for one in served for name in one.pool.numerics_classes}),
+            "models": models,
             "uptime_s": round(time.monotonic() - gateway.started_s, 3),
         }
         return JSONResponse(
             cluster_status(
-                model=gateway.model.name,
-                view=known.view or pool.view,
+                model=gateway.own.model.name,
+                view=known.view or gateway.view,
                 gateway=own,
                 routers=known.routers,
                 retirements=known.retirements,
@@ -187,7 +189,7 @@ class OperatingRoutes:
         if mode not in _PAUSE_MODES:
             raise wrong_field("mode", f"{mode[:32]!r} found; 'abort', 'wait' or 'keep' is needed")
         gateway.paused = mode != "keep"
-        gateway.pool.hold(held=mode == "keep")
+        self._hold(held=mode == "keep")
         if mode == "abort":
             self._abort(None)
         while mode == "wait" and gateway.exchanges and gateway.paused:
@@ -197,26 +199,28 @@ class OperatingRoutes:
     async def resume(self) -> Response:
         """POST /resume: requests are computed again."""
         self._gateway.paused = False
-        self._gateway.pool.hold(held=False)
+        self._hold(held=False)
         return JSONResponse({"status": "resumed"})
+
+    def _hold(self, *, held: bool) -> None:
+        for served in self._gateway.all():
+            served.pool.hold(held=held)
 
     async def is_paused(self) -> Response:
         """GET /is_paused."""
         gateway = self._gateway
-        return JSONResponse({"is_paused": gateway.paused or gateway.pool.held})
+        return JSONResponse({"is_paused": gateway.paused or gateway.own.pool.held})
 
     async def abort(self, request: Request) -> Response:
         """POST /abort_requests: end requests by the ids that their clients gave or were told, or all."""
-        wanted = await self._gateway.parse(request, AbortRequest)
+        wanted = await self._gateway.read(request, AbortRequest)
         return JSONResponse({"status": "aborted", "aborted": self._abort(wanted.request_ids or None)})
 
     async def abort_named(self, request: Request) -> Response:
         """POST /inference/v1/abort_requests: the same of those that are named, never of all."""
-        ids = (await self._gateway.parse(request, AbortRequest)).request_ids
+        ids = (await self._gateway.read(request, AbortRequest)).request_ids
         if ids is None:
-            message = (
-                "'request_ids' is missing; name the requests to end, or POST /abort_requests to end all."
-            )
+            message = "'request_ids' is missing; name the requests to end, or POST /abort_requests to end all."
             raise invalid(message, param="request_ids", code="missing_required_parameter")
         return JSONResponse({"status": "aborted", "aborted": self._abort(ids)})
 
@@ -231,24 +235,26 @@ class OperatingRoutes:
 
     async def forget(self) -> Response:
         """POST /reset_prefix_cache: attention workers reuse nothing that was computed before, for any request."""
-        return JSONResponse({"success": self._gateway.pool.forget_blocks()})
+        told = [served.pool.forget_blocks() for served in self._gateway.all()]
+        return JSONResponse({"success": all(told)})
 
     async def inspect(self, request: Request) -> Response:
-        """POST /admin/inspect: begin to record what attention workers compute of requests."""
-        wanted = await self._gateway.parse(request, InspectRequest)
-        return JSONResponse(await self._gateway.inspections.begin(wanted))
+        """POST /admin/inspect: begin to record what attention workers of a model compute of requests."""
+        return JSONResponse(await self._gateway.inspect(await self._gateway.read(request, InspectRequest)))
 
-    async def inspection(self) -> Response:
-        """GET /admin/inspect: how that goes, or how the last one went."""
-        return JSONResponse(self._gateway.inspections.state())
+    async def inspection(self, request: Request) -> Response:
+        """GET /admin/inspect?model=NAME&id=ID: how that goes, or how the last one went."""
+        asked = request.query_params
+        return JSONResponse(self._gateway.inspections(asked.get("model")).state(asked.get("id")))
 
-    async def end_inspection(self) -> Response:
-        """DELETE /admin/inspect: end it; answers when everything was delivered."""
-        return JSONResponse(await self._gateway.inspections.end())
+    async def end_inspection(self, request: Request) -> Response:
+        """DELETE /admin/inspect?model=NAME&id=ID: end it; answers when everything was delivered."""
+        asked = request.query_params
+        return JSONResponse(await self._gateway.inspections(asked.get("model")).end(asked.get("id")))
 
     async def scale(self, request: Request) -> Response:
         """POST /scale_elastic_ep: change the wanted size of a pool; the change itself takes its time."""
-        wanted = await self._gateway.parse(request, ScaleRequest)
+        wanted = await self._gateway.read(request, ScaleRequest)
         try:
             await asyncio.to_thread(
                 self._gateway.views.scale, wanted.pool, wanted.new_data_parallel_size, wanted.drain_timeout
@@ -262,6 +268,20 @@ class OperatingRoutes:
         return JSONResponse({"message": f"Scaling to {members}."})
 
 
+def _figures(served: Served) -> dict[str, Any]:
+    """A model in /status."""
+    pool = served.pool
+    return {
+        "name": served.model.name,
+        "model_hash": served.model.fingerprint,
+        "leaving": served.leaving,
+        "reason": pool.unready_reason(),
+        "running": served.running,
+        "waiting": pool.waiting,
+        "attention_workers": sorted(link.name for link in pool.links()),
+    }
+
+
 async def _from_no_other_page(request: Request) -> None:
     """Refuse a page of another origin: a browser sends such a request without asking, and with stored passwords.
 
@@ -270,9 +290,7 @@ async def _from_no_other_page(request: Request) -> None:
     """
     origin = request.headers.get("origin")
     if origin is not None and urlsplit(origin).netloc != request.headers.get("host"):
-        message = (
-            "This route takes no request from a page of another origin. Ask from a terminal, such as by curl."
-        )
+        message = "This route takes no request from a page of another origin. Ask from a terminal, such as by curl."
         raise ApiError(ErrorReply(status=403, message=message, code="other_origin"))
 
 
@@ -289,10 +307,7 @@ async def _on_http_error(request: Request, error: Any) -> Response:
     headers, where = dict(error.headers or {}), f"{request.method} {request.url.path}"
     message, code = str(error.detail), None
     if error.status_code == 404:
-        message, code = (
-            f"There is nothing at {where}. The API is under /v1; see GET /v1/models.",
-            "unknown_url",
-        )
+        message, code = f"There is nothing at {where}. The API is under /v1; see GET /v1/models.", "unknown_url"
     elif error.status_code == 405:
         allowed = headers.get("Allow", headers.get("allow", "another method"))
         message, code = f"{where} is not allowed; use {allowed}.", "method_not_allowed"
@@ -337,22 +352,16 @@ def create_app(gateway: Gateway, root_path: str = "") -> FastAPI:
         app.add_api_route(path, route, methods=["HEAD"], response_model=None, include_in_schema=False)
     app.add_api_route("/ping", operating.health, methods=["POST"], response_model=None)
     app.add_api_route("/v1/embeddings", operating.embeddings, methods=["POST"], response_model=None)
-    of_this_page = [Depends(_from_no_other_page)]
-    app.add_api_route(
-        "/admin/inspect",
-        operating.end_inspection,
-        methods=["DELETE"],
-        response_model=None,
-        dependencies=of_this_page,
-    )
-    for path, route in (
-        ("/admin/inspect", operating.inspect),
-        ("/pause", operating.pause),
-        ("/resume", operating.resume),
-        ("/abort_requests", operating.abort),
-        ("/inference/v1/abort_requests", operating.abort_named),
-        ("/reset_prefix_cache", operating.forget),
-        ("/scale_elastic_ep", operating.scale),
+    for method, path, route in (
+        ("DELETE", "/admin/inspect", operating.end_inspection),
+        ("POST", "/admin/inspect", operating.inspect),
+        ("POST", "/pause", operating.pause),
+        ("POST", "/resume", operating.resume),
+        ("POST", "/abort_requests", operating.abort),
+        ("POST", "/inference/v1/abort_requests", operating.abort_named),
+        ("POST", "/reset_prefix_cache", operating.forget),
+        ("POST", "/scale_elastic_ep", operating.scale),
     ):
-        app.add_api_route(path, route, methods=["POST"], response_model=None, dependencies=of_this_page)
+        guards = [Depends(_from_no_other_page)]
+        app.add_api_route(path, route, methods=[method], response_model=None, dependencies=guards)
     return app

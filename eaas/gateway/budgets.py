@@ -63,15 +63,8 @@ class Account:
         self.requests = _same_or_new(self.requests, requests_per_minute, now_s)
         self.tokens = _same_or_new(self.tokens, tokens_per_minute, now_s)
 
-    def begin(self, now_s: float) -> Overdrawn | None:
-        """Spend one request; nothing is spent where the answer is why not."""
-        return self._spend(1, 0, now_s)
-
-    def reserve(self, tokens: int, now_s: float) -> Overdrawn | None:
-        """Spend what a request is reckoned to take; nothing is spent where the answer is why not."""
-        return self._spend(0, tokens, now_s)
-
-    def _spend(self, requests: int, tokens: int, now_s: float) -> Overdrawn | None:
+    def spend(self, now_s: float, *, requests: int = 0, tokens: int = 0) -> Overdrawn | None:
+        """Spend so much; nothing is spent where the answer is why not. Args: tokens: as a request is reckoned."""
         wanted = [("requests", self.requests, requests), ("tokens", self.tokens, tokens)]
         for kind, budget, amount in wanted:
             wait_s = budget.wait_s(amount, now_s) if budget is not None else 0.0

@@ -90,14 +90,14 @@ class GatewayConfig(EndpointOptions, ChildOptions):
     # Each holds a descriptor, and where its reader is slow 64 KiB of events here, as much or little more in the
     # connection's buffer and 256 KiB in the kernel's: 0.4 GiB where all of them are slow.
     max_requests: int = option(
-        1024, "Requests in progress; one more is refused with 429 and Retry-After.", above=0
+        1024, "Requests in progress, of each model; one more is refused with 429 and Retry-After.", above=0
     )
     # 1,024 requests of 1,024 tokens. As Python ints of 36 bytes with their place in a list, 38 MB; at 2,000 tokens/s
     # of prompts, nine minutes of one worker.
     max_owed_tokens: int = option(
         1 << 20,
-        "Tokens still to be computed for all requests, prompts and estimated outputs; a request that would exceed it "
-        "is refused like one too many, unless it is alone.",
+        "Tokens still to be computed for all requests of a model, prompts and estimated outputs; a request that would "
+        "exceed it is refused like one too many, unless it is alone.",
         above=0,
     )
     max_body_bytes: int = option(4 << 20, "Largest request body.", above=0)
@@ -110,21 +110,15 @@ class GatewayConfig(EndpointOptions, ChildOptions):
     jobs_kept_s: float = option(86400.0, "How long a response is kept when it has ended.", above=0)
     # Each holds up to 8 MiB of events.
     jobs_running: int = option(
-        16, "Background responses that one gateway computes at a time.", above=0, most=64
+        16, "Background responses of each model that one gateway computes at a time.", above=0, most=64
     )
     stall_s: float = option(60.0, "End a stream whose client reads nothing for so long.", above=0)
     drain_s: float = option(
-        600.0,
-        "Longest that a gateway which has been replaced goes on with the streams that it has.",
-        above=0,
+        600.0, "Longest that a gateway which has been replaced goes on with the streams that it has.", above=0
     )
     # A reader waits a second without wondering, and reads at most 10 tokens a second.
-    ttft_target_s: float = option(
-        1.0, "Longest time to the first token that counts as good in goodput.", above=0
-    )
-    tpot_target_s: float = option(
-        0.1, "Longest mean time of each later token that counts as good in goodput.", above=0
-    )
+    ttft_target_s: float = option(1.0, "Longest time to the first token that counts as good in goodput.", above=0)
+    tpot_target_s: float = option(0.1, "Longest mean time of each later token that counts as good in goodput.", above=0)
 
     # Longest time for a body to arrive.
     body_timeout_s: float = 30.0
@@ -177,8 +171,7 @@ class GatewayOptions(GatewayConfig, JoinOptions):
     )
     open_metrics: bool = option(False, "Answer GET /metrics without a key, as Prometheus asks by default.")
     log_requests: bool = option(
-        False,
-        "Log a line for each request: method, path, status, time and the name of its key; never what was asked.",
+        False, "Log a line for each request: method, path, status, time and the name of its key; never what was asked."
     )
 
     def __post_init__(self) -> None:

@@ -107,9 +107,7 @@ class ConstrainedRequest(Strict):
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
     logit_bias: Annotated[dict[str, Bias], Field(max_length=MAX_BIASES)] | None = None
-    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ALLOWED_TOKENS)] | None = (
-        None
-    )
+    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ALLOWED_TOKENS)] | None = None
     prompt_logprobs: LogprobCount | None = None
 
     @field_validator("response_format", "structured_outputs", mode="after")
@@ -169,9 +167,7 @@ def _parsed(schema: Mapping[str, Any] | bool | str) -> Mapping[str, Any] | bool:
     if not isinstance(schema, str):
         return schema
     if len(schema) > MAX_GRAMMAR_BYTES:
-        raise GrammarInvalid(
-            f"A schema has {len(schema)} characters; at most {MAX_GRAMMAR_BYTES} are possible"
-        )
+        raise GrammarInvalid(f"A schema has {len(schema)} characters; at most {MAX_GRAMMAR_BYTES} are possible")
     try:
         found = msgspec.json.decode(schema)
     except (msgspec.DecodeError, RecursionError, UnicodeError) as error:

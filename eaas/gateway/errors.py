@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -86,9 +86,10 @@ def out_of_vocabulary(token: int, vocab: int, param: str) -> ApiError:
     return invalid(message, param=param)
 
 
-def unknown_model(name: str, served: str) -> ApiError:
-    """A 404 for a model name that this gateway does not serve."""
-    message = f"The model `{name}` does not exist here. This server has `{served}`."
+def unknown_model(name: str, served: Iterable[str]) -> ApiError:
+    """A 404 for a model name that this gateway does not serve. Args: served: those that it does."""
+    others = ", ".join(f"`{other}`" for other in served) or "none just now"
+    message = f"The model `{name}` does not exist here. This server has {others}."
     return ApiError(ErrorReply(status=404, message=message, param="model", code="model_not_found"))
 
 
@@ -105,9 +106,7 @@ def full(message: str, *, after_s: float, code: str = "too_many_requests") -> Ap
 def _later(status: int, message: str, code: str, after_s: float) -> ApiError:
     # The header is of whole seconds.
     after = math.ceil(min(max(after_s, 1.0), _MOST_AFTER_S))
-    return ApiError(
-        ErrorReply(status=status, message=message, kind=OVERLOADED, code=code, retry_after_s=after)
-    )
+    return ApiError(ErrorReply(status=status, message=message, kind=OVERLOADED, code=code, retry_after_s=after))
 
 
 def internal(message: str, *, code: str = "internal_error") -> ApiError:
@@ -116,20 +115,19 @@ def internal(message: str, *, code: str = "internal_error") -> ApiError:
 
 
 def checked(shape: type[R], given: bytes | Mapping[str, Any], names: Mapping[str, str] | None = None) -> R:
-    """What a client sent, as a request of this shape.
+    """What a client sent, as a request of this shape. Raises ApiError: 400 for the first of pydantic's findings, which
+    names the field.
 
-    Args:
-        given: JSON, or its fields.
-        names: What the client calls a field, where that differs; "a.b" where it wrote it inside of another, and then
-            nothing further inside is named.
-
-    Raises:
-        ApiError: 400 for the first of pydantic's findings, which names the field.
-    """
+    Args: given: JSON, or its fields. names: what the client calls a field, where that differs; "a.b" where it wrote it
+    inside of another, and then nothing further inside is named."""
     try:
         return shape.model_validate_json(given) if isinstance(given, bytes) else shape.model_validate(given)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        if first["type"] == "extra_forbidden":
+            field, known = first["loc"][0], ", ".join(shape.model_fields)
+            message = f"There is no field '{field}' here; known are {known}."
+            raise invalid(message, param=str(field), code="unknown_parameter") from None
         raise _found(first["type"], first["msg"], first["loc"], names or {}) from None
 
 
@@ -174,15 +172,12 @@ _CLIENT_FAULTS = {
 
 def error_of(message: Failed, *, begun: bool, after_s: float) -> ApiError:
     """What a client is told of a choice that no worker will go on with.
-
-    Args:
-        begun: It has tokens already.
-        after_s: When what it lacked is expected back.
-    """
+    Args: begun: it has tokens already. after_s: when what it lacked is expected back."""
     if message.code == "no_token":
         return invalid(message.message)
     if message.code in _CLIENT_FAULTS and not begun:
-        return invalid(message.message, code=_CLIENT_FAULTS[message.code])
+        quoted = _QUOTED.match(message.message)
+        return invalid(message.message, param=quoted and quoted[1], code=_CLIENT_FAULTS[message.code])
     if message.retryable:
         return unavailable(message.message, code=message.code, after_s=after_s)
     return internal(message.message, code=message.code)

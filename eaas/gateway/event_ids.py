@@ -56,16 +56,12 @@ class Identity:
         return int.from_bytes(self.digest(f"seed {prompt}")[:8], "big") >> 1
 
     def item_id(self, prefix: str, number: int) -> str:
-        """The id of an item of the output."""
         return f"{prefix}_{self.digest(f'item {number}').hex()[:32]}"
 
     def call_id(self, choice: int, number: int, letters: int = 0) -> str:
         """The id of a call, by its number in its choice: of so many letters; 0: of OpenAI's form."""
         digest = self.digest(f"call {choice} {number}")
-        return (
-            "".join(_LETTERS[byte % len(_LETTERS)] for byte in digest[:letters])
-            or f"call_{digest.hex()[:24]}"
-        )
+        return "".join(_LETTERS[byte % len(_LETTERS)] for byte in digest[:letters]) or f"call_{digest.hex()[:24]}"
 
 
 class Mark(msgspec.Struct, frozen=True, array_like=True):
@@ -107,15 +103,16 @@ class Seen:
 
 @dataclass(frozen=True)
 class Seal:
-    """Of one request: its bytes, its path and whose it is. secret: what all gateways of a cluster know."""
+    """Of one request: its bytes, its path, its model and whose it is. secret: what all gateways of a cluster know."""
 
     secret: bytes
     bound: bytes
 
     @classmethod
-    def of(cls, secret: bytes, account: str, path: str, body: bytes) -> Seal:
-        """Args: account: the name of its API key."""
-        return cls(secret, hashlib.sha256(_encode((account, path, hashlib.sha256(body).digest()))).digest())
+    def of(cls, secret: bytes, account: str, path: str, model: str, body: bytes) -> Seal:
+        """Args: account: the name of its API key. model: hash of the one that answers, which may be another by now."""
+        said = _encode((account, path, model, hashlib.sha256(body).digest()))
+        return cls(secret, hashlib.sha256(said).digest())
 
     def run_key(self, identity: Identity, choice: int) -> str:
         """Under which attention workers know one of its choices; nobody else can guess it."""
@@ -127,11 +124,7 @@ class Seal:
         return base64.urlsafe_b64encode(self._code(b"id", said) + said) + b"."
 
     def read(self, id: str) -> Seen:
-        """What an id says.
-
-        Raises:
-            ApiError: 409: it is no id of this request, or its stream cannot be made again.
-        """
+        """What an id says. Raises ApiError: 409: it is no id of this request, or its stream cannot be made again."""
         try:
             part, counts, last, ordinal = id.split(".")
             if len(part) > _LONGEST_PART:
@@ -169,9 +162,7 @@ def not_resumable(why: str) -> ApiError:
 
 def crossed(classes: Sequence[str]) -> ApiError:
     """A 409 for what several numerics classes have computed."""
-    return not_resumable(
-        f"It crossed from {' to '.join(classes)}, so that no server computes the same again."
-    )
+    return not_resumable(f"It crossed from {' to '.join(classes)}, so that no server computes the same again.")
 
 
 def _whole(digits: str) -> int:
@@ -187,11 +178,8 @@ class Counted(Protocol):
 
 
 class EventIds:
-    """Gives the events of one stream their ids, and leaves out those that were seen.
-
-    Attributes:
-        seen: What is left out; None once nothing is.
-    """
+    """Gives the events of one stream their ids, and leaves out those that were seen. Attributes: seen: What is left
+    out; None once nothing is."""
 
     def __init__(self, choices: Sequence[Counted], seen: Position | None) -> None:
         """Args: choices: all that there will be, once the first event is there."""

@@ -49,12 +49,8 @@ W = TypeVar("W", bound=Worker)
 
 
 class TokenLog:
-    """Prompt, output so far, and the attempt that may extend it.
-
-    Attributes:
-        losses, lost_alone: Attempts lost since the last accepted token, and those of them in which nothing else can
-            have been the cause.
-    """
+    """Prompt, output so far, and the attempt that may extend it. Attributes: losses, lost_alone: Attempts lost since
+    the last accepted token, and those of them in which nothing else can have been the cause."""
 
     __slots__ = ("attempt", "losses", "lost_alone", "output", "prompt")
 
@@ -77,11 +73,8 @@ class TokenLog:
         self.attempt += 1
 
     def lose(self, *, alone: bool = False) -> None:
-        """End the current attempt with its worker: nothing more is accepted from it.
-
-        Args:
-            alone: No other request there waited for its first token, so that this one may have brought it down.
-        """
+        """End the current attempt with its worker: nothing more is accepted from it. Args: alone: No other request
+        there waited for its first token, so that this one may have brought it down."""
         self.attempt += 1
         self.losses += 1
         self.lost_alone += alone
@@ -248,20 +241,13 @@ class Trial:
         return kept or choose(links, sequence.prefix)
 
     def admits(
-        self,
-        sequence: Sequence,
-        link: Worker,
-        suspects: Callable[[], list[Sequence]],
-        others: Iterable[Sequence],
+        self, sequence: Sequence, link: Worker, suspects: Callable[[], list[Sequence]], others: Iterable[Sequence]
     ) -> bool:
         """Whether a suspect may go to a worker now: with its group, once nobody else there waits for a first token.
-
         From its turn on the worker is kept for its group.
 
-        Args:
-            suspects: Gives all that wait for their turn, the first in line first; `sequence` is one of them.
-            others: All choices.
-        """
+        Args: suspects: gives all that wait for their turn, the first in line first; `sequence` is one of them. others:
+        all choices."""
         if not self._tried:
             waiting = suspects()
             most = sequence.trial_most or -(-len(waiting) // 2)

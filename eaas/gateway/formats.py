@@ -228,7 +228,6 @@ class TranscriptFormat(Format):
         return self.reader is not None and self.open != kind and not text.strip()
 
     def call_id(self, call: CallBegun) -> str:
-        """The id of a call."""
         return call_id(self._reading, self.head, call)
 
 
@@ -246,11 +245,7 @@ class ChunkFormat(Format):
 
     def logprobs(self, tokens: Sequence[TokenLogprobs] | None, offset: int = 0) -> dict[str, Any] | None:
         """What is told of tokens, the first so many characters behind the start of its choice; None: nothing is."""
-        return (
-            None
-            if tokens is None
-            else {"content": [logprob_entry(token) for token in tokens], "refusal": None}
-        )
+        return None if tokens is None else {"content": [logprob_entry(token) for token in tokens], "refusal": None}
 
     def events(self, head: ResponseHead, choices: int, usage: StreamUsage) -> ChunkFormat:
         """The event templates of a stream of so many choices."""
@@ -274,11 +269,7 @@ class ChunkFormat(Format):
         return start + self.after + self.rest(index, self.logprobs(logprobs, delta.offset), tokens, ending)
 
     def rest(
-        self,
-        index: int,
-        logprobs: Any = None,
-        tokens: Sequence[int] | None = None,
-        ending: Ending | None = None,
+        self, index: int, logprobs: Any = None, tokens: Sequence[int] | None = None, ending: Ending | None = None
     ) -> bytes:
         """What follows the text of a choice."""
         rest = b',"logprobs":' + _encode(logprobs) + b',"finish_reason":'

@@ -64,12 +64,8 @@ class Connection(HttpToolsProtocol):
 
     @classmethod
     def bounded(cls, bounds: GatewayConfig, descriptors: int = sys.maxsize) -> type[Connection]:
-        """A class of connections with these bounds.
-
-        Args:
-            descriptors: The most that this process may have: no more connections than leave some for what else it
-                opens.
-        """
+        """A class of connections with these bounds. Args: descriptors: The most that this process may have: no more
+        connections than leave some for what else it opens."""
         connections = max(1, min(bounds.max_connections, descriptors - _KEPT_DESCRIPTORS))
         if connections < bounds.max_connections:
             found = connections, descriptors
@@ -144,10 +140,7 @@ class Connection(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """uvicorn: the parser stopped. In the form of every other error, and 431 where a bound was the reason."""
-        large = (
-            self._header_bytes > self.bounds.head_limit_bytes
-            or len(self.headers or ()) > self.bounds.max_headers
-        )
+        large = self._header_bytes > self.bounds.head_limit_bytes or len(self.headers or ()) > self.bounds.max_headers
         self._refuse(_HEAD_TOO_LARGE if large else _NOT_HTTP)
 
     def _refuse(self, reply: ErrorReply) -> None:
@@ -185,14 +178,11 @@ class Connection(HttpToolsProtocol):
         super()._start_asgi_task(cycle, _until_close(cycle, app) if _is_old(cycle) else app)
 
     def eof_received(self) -> bool:
-        """asyncio: the client sends no more. It may have gone, or only be done with asking.
+        """asyncio: the client sends no more. It may have gone, or only be done with asking. True: the connection stays
+        open, for the last answer.
 
         Whoever has gone resets what is written to it: where an answer has begun its next bytes will tell. Before that
-        empty interim answers do, which every client of HTTP/1.1 passes over.
-
-        Returns:
-            Whether the connection stays open, for the last answer.
-        """
+        empty interim answers do, which every client of HTTP/1.1 passes over."""
         cycle = self.cycle
         if cycle is None or cycle.response_complete or cycle.more_body:
             return False
@@ -224,9 +214,8 @@ class Connection(HttpToolsProtocol):
                 self._on_gone()
 
     def when_gone(self, act: Callable[[], None] | None) -> None:
-        """Call this, once the whole request has been read, should its client go before it has been answered: at once
-        if it has gone already. None: nothing more. A task that waits for that would cost more than all else of it.
-        """
+        """Call this, once the whole request has been read, should its client go before it has been answered: at once if
+        it has gone already. None: nothing more. A task that waits for that would cost more than all else of it."""
         self._on_gone = act
         if act is not None:
             self.flow.resume_reading()
@@ -251,10 +240,6 @@ class Connection(HttpToolsProtocol):
         """Whether the request that is being answered has come whole."""
         return self._running is not None and not self._running.more_body
 
-    async def drained(self) -> None:
-        """Return when the client has read most of what was written, or has gone."""
-        await self.flow.drain()
-
     def linger(self, idle_s: int) -> None:
         """From now on close once idle for so long.
 
@@ -264,10 +249,6 @@ class Connection(HttpToolsProtocol):
         if self.cycle is None or self.cycle.response_complete:
             self._unset_keepalive_if_required()
             self.timeout_keep_alive_task = self.loop.call_later(idle_s, self.timeout_keep_alive_handler)
-
-    def cut(self) -> None:
-        """End the connection now; what was not read yet is lost."""
-        self.transport.abort()
 
 
 def _is_old(cycle: RequestResponseCycle) -> bool:
@@ -405,9 +386,7 @@ def _refusal(status: int, message: str, code: str) -> ApiError:
     return ApiError(ErrorReply(status=status, message=message, code=code))
 
 
-_NOT_HTTP = ErrorReply(
-    status=400, message="That is no HTTP request. Speak HTTP/1.1 here.", code="invalid_http"
-)
+_NOT_HTTP = ErrorReply(status=400, message="That is no HTTP request. Speak HTTP/1.1 here.", code="invalid_http")
 _HEAD_TOO_LARGE = ErrorReply(
     status=431,
     message="The request line and headers are over this server's limits. Send fewer or shorter ones.",
@@ -424,9 +403,5 @@ _TOO_MANY_CONNECTIONS = ErrorReply(
 )
 
 # Nobody reads this reply; the status is what proxies log for a client that closed its connection.
-CLIENT_GONE = ErrorReply(
-    status=499, message="The client closed the connection.", code="client_closed_request"
-)
-CLIENT_STALLED = ErrorReply(
-    status=499, message="The client read too slowly for too long.", code="client_stalled"
-)
+CLIENT_GONE = ErrorReply(status=499, message="The client closed the connection.", code="client_closed_request")
+CLIENT_STALLED = ErrorReply(status=499, message="The client read too slowly for too long.", code="client_stalled")

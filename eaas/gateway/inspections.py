@@ -25,18 +25,22 @@ from eaas.worker.protocol import EndInspection, Inspect, Inspected
 # Workers answer between two steps; those that have ended write what they have first.
 _ANSWER_S, _END_S = 3.0, 6.0
 _POLL_S = 0.02
+# Of what a worker says; views are for people.
+_TOLD = ("produced", "delivered", "dropped", "fault", "ended", "folder")
 
 
-class InspectRequest(Strict):
+class InspectRequest(Strict, extra="forbid"):
     """Body of POST /admin/inspect; the fields of `eaas.worker.protocol.Inspect`, and which requests are recorded.
 
     requests: ids that their clients gave (the header X-Request-Id, `request_id`) or were told. share: of the others,
-    chosen by the ids of their responses; all, or none where requests are named.
+    chosen by the ids of their responses; all, or none where requests are named. model: whose workers record; none: of
+    the gateway's own.
     """
 
     taps: Annotated[list[Annotated[str, Field(max_length=64)]], Field(min_length=1, max_length=1024)]
     requests: Annotated[tuple[Annotated[str, Field(max_length=256)], ...], Field(max_length=1024)] = ()
     share: Annotated[float, Field(ge=0, le=1)] | None = None
+    model: str | None = None
     statistics: bool = False
     policy: Literal["drop-oldest", "drop-newest", "block"] = "drop-oldest"
     sink: Literal["safetensors", "npy", "arrow", "spans", "views"] = "safetensors"
@@ -45,8 +49,7 @@ class InspectRequest(Strict):
 
     def order(self, id: str) -> Inspect:
         """What workers are told."""
-        fields = self.model_dump(exclude={"requests", "share"})
-        return Inspect(id=id, **fields)
+        return Inspect(id=id, **self.model_dump(exclude={"requests", "share"}))
 
 
 class Inspections:
@@ -54,7 +57,7 @@ class Inspections:
 
     def __init__(self, links: Callable[[], Sequence[WorkerLink]]) -> None:
         self._links = links
-        self._asked: InspectRequest | None = None
+        self._asked: dict[str, Any] = {}
         self._order: Inspect | None = None
         self._named: frozenset[str] = frozenset()
         self._share = 0.0
@@ -64,13 +67,9 @@ class Inspections:
     # -- what the pool asks
 
     def name_of(self, choice: str, response_id: str, request_id: str) -> str:
-        """Under which name rows of a choice are recorded; "": they are not.
-
-        Args:
-            choice: Its own name within this process.
-            response_id, request_id: As its client was told, and as it named the request itself. Others may name theirs
-                so, too.
-        """
+        """Under which name rows of a choice are recorded; "": they are not. Args: choice: its own name within this
+        process. response_id, request_id: as its client was told, and as it named the request itself; others may name
+        theirs so, too."""
         if self._order is None or not self._is_under_way:
             return ""
         named = not self._named.isdisjoint((response_id, response_id.partition("-")[2], request_id))
@@ -99,9 +98,11 @@ class Inspections:
         """A worker is out of reach: what it recorded since it last spoke is not known."""
         key = link.name, link.incarnation
         if key in self._told and not self._told[key].ended:
-            self._told[key] = msgspec.structs.replace(
-                self._told[key], ended=True, fault="The connection was lost."
-            )
+            self._told[key] = msgspec.structs.replace(self._told[key], ended=True, fault="The connection was lost.")
+
+    def close(self) -> None:
+        """Its workers are gone for good."""
+        self._ended_s = self._ended_s or time.monotonic()
 
     def shown(self) -> InspectionShown | None:
         """What people are shown while one is under way."""
@@ -129,11 +130,8 @@ class Inspections:
     # -- what operators ask
 
     async def begin(self, asked: InspectRequest) -> dict[str, Any]:
-        """Begin one. Returns `state`.
-
-        Raises:
-            ApiError: 409, one is under way; 400, every worker refuses it; 503, there is no worker.
-        """
+        """Begin one. Returns `state`. Raises ApiError: 409, one is under way; 400, every worker refuses it; 503, there
+        is no worker."""
         if self._is_under_way and self._order is not None:
             message = f"{self._order.id} is under way at this gateway; end it first (eaas inspect stop)."
             raise ApiError(ErrorReply(status=409, message=message, code="inspection_under_way"))
@@ -141,8 +139,9 @@ class Inspections:
         if not links:
             message = "No attention worker is connected. Begin the inspection when one serves."
             raise ApiError(ErrorReply(status=503, message=message, code="not_ready"))
+        before = vars(self).copy()
         order = asked.order(f"inspect-{secrets.token_hex(4)}")
-        self._asked, self._order, self._told = asked, order, {}
+        self._asked, self._order, self._told = asked.model_dump(), order, {}
         self._named = frozenset(asked.requests)
         self._share = (0.0 if asked.requests else 1.0) if asked.share is None else asked.share
         self._began_s, self._ended_s = time.monotonic(), 0.0
@@ -152,35 +151,39 @@ class Inspections:
         refusals = [told.fault for told in self._told.values() if told.ended and told.fault]
         # It may have been ended while it waited, and another begun.
         if order is self._order and refusals and len(refusals) == len(self._told):
-            self._ended_s = time.monotonic()
+            # It never began: the one before is what is shown.
+            vars(self).update(before)
             raise invalid(f"No attention worker records this: {refusals[0]}", code="inspection_refused")
         return self.state()
 
-    async def end(self) -> dict[str, Any]:
-        """End it, and wait for its workers to have written what they have. Returns `state`. Idempotent."""
-        if self._order is not None:
-            if not self._ended_s:
-                self._ended_s = time.monotonic()
-                for link in self._links():
-                    link.send(EndInspection(id=self._order.id))
-            told = self._told
-            await self._until(lambda: all(one.ended for one in told.values()), _END_S)
+    async def end(self, id: str | None = None) -> dict[str, Any]:
+        """End it, and wait for its workers to have written what they have. As `state`. Idempotent."""
+        order, told = self._known(id), self._told
+        if not self._ended_s:
+            self._ended_s = time.monotonic()
+            for link in self._links():
+                link.send(EndInspection(id=order.id))
+        await self._until(lambda: all(one.ended for one in told.values()), _END_S)
         return self.state()
 
-    def state(self) -> dict[str, Any]:
-        """The inspection, or the last one, and how it goes at each worker. Raises ApiError: 404, there was none."""
-        if self._order is None or self._asked is None:
-            message = (
-                "There was no inspection at this gateway. Begin one: POST /admin/inspect, eaas inspect start."
-            )
+    def _known(self, id: str | None) -> Inspect:
+        if self._order is None or id not in (None, self._order.id):
+            message = f"There was no inspection {id or ''}".rstrip() + " at this gateway; another at its address may "
+            message += "have one: ask again. Begin one by POST /admin/inspect, or eaas inspect start."
             raise ApiError(ErrorReply(status=404, message=message, code="no_inspection"))
+        return self._order
+
+    def state(self, id: str | None = None) -> dict[str, Any]:
+        """The inspection, or the last one, and how it goes at each worker. Raises ApiError: 404, there was none, or not
+        that of the id."""
+        order = self._known(id)
         workers = [
-            {"name": name, "incarnation": incarnation, **_without_views(told)}
+            {"name": name, "incarnation": incarnation, **{what: getattr(told, what) for what in _TOLD}}
             for (name, incarnation), told in sorted(self._told.items())
         ]
         return {
-            "id": self._order.id,
-            **self._asked.model_dump(),
+            "id": order.id,
+            **self._asked,
             "share": self._share,
             "under_way": self._is_under_way,
             "age_s": round(time.monotonic() - self._began_s, 3),
@@ -192,9 +195,3 @@ class Inspections:
         end_s = time.monotonic() + longest_s
         while not done() and time.monotonic() < end_s:
             await asyncio.sleep(_POLL_S)
-
-
-def _without_views(told: Inspected) -> dict[str, Any]:
-    return {
-        name: getattr(told, name) for name in ("produced", "delivered", "dropped", "fault", "ended", "folder")
-    }

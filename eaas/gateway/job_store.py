@@ -2,7 +2,7 @@
 
 `job/ID` is what was asked, which never changes; `state/ID` a JobState, changed by compare-and-set; `result/ID` what
 came of it. `open/MS/ID` is an index of what has not ended, in order of arrival, and `ended/MS/ID` of the rest, by the
-time at which it is forgotten: of each its bytes and its owner. Times are Unix times in ms, 16 hexadecimal digits.
+time at which it is forgotten: of each its bytes, owner and model. Times are Unix times in ms, 16 hexadecimal digits.
 `owner/TOKEN` is written anew by each owner while it lives: see Leases. Every commit is durable before its call returns.
 
 All calls block, and raise ApiError: 503 where they were not carried out, or nobody said that they were.
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 _ETCD = "etcd://"
 # What is kept in another form has another number, and is not seen.
-_TABLE = "kept_3"
+_TABLE = "kept_4"
 TOO_LARGE, UNREADABLE, UNUSABLE = "too_large_to_keep", "unreadable", "jobs_unusable"
 _BUSY_S = 5.0
 OPEN = frozenset({"queued", "in_progress"})
@@ -51,6 +51,7 @@ class JobState(msgspec.Struct, frozen=True, kw_only=True):
         status: As OpenAI's responses have it; OPEN ones have not ended.
         at_ms: When it came; once it has ended, when it is forgotten.
         owner: The gateway process that computes it; empty: none yet.
+        model: Name of the one that it asks.
         numerics_class: In which it was begun; empty: it was not.
         hint: Which attention worker began it; see eaas.gateway.event_ids.
         turn: How often it was begun anew, in another class: each time it is another response.
@@ -62,6 +63,7 @@ class JobState(msgspec.Struct, frozen=True, kw_only=True):
     status: str
     at_ms: int
     owner: str = ""
+    model: str = ""
     numerics_class: str = ""
     hint: int = 0
     turn: int = 0
@@ -121,14 +123,10 @@ class JobStore:
         kept = [*self._base.span("open/", "open0").values(), *ended.values()]
         kept_bytes, more = sum(int(value.split()[0]) for value, _ in kept), len(job) + len(result)
         if len(kept) >= self._most:
-            raise _full(
-                f"{len(kept)} responses are kept, the most that this server keeps (--jobs-most)", ended
-            )
+            raise _full(f"{len(kept)} responses are kept, the most that this server keeps (--jobs-most)", ended)
         if kept and kept_bytes + more > self._most_bytes:
             most = f"at most {self._most_bytes} (--jobs-bytes)"
-            raise _full(
-                f"{kept_bytes} bytes of responses are kept, and {more} more would be over {most}", ended
-            )
+            raise _full(f"{kept_bytes} bytes of responses are kept, and {more} more would be over {most}", ended)
         state = msgspec.structs.replace(state, bytes=more)
         written = self._write(id, {f"job/{id}": 0}, state, {f"job/{id}": job, f"result/{id}": result or None})
         if written is None and (found := self.get(id)) is not None and found.job == job:
@@ -168,10 +166,11 @@ class JobStore:
                 return True
         return False
 
-    def open(self) -> dict[str, str]:
-        """The owners of those that have not ended, by id, the oldest first."""
+    def open(self) -> dict[str, tuple[str, str]]:
+        """Owner and model of those that have not ended, by id, the oldest first."""
         found = self._base.span("open/", "open0").items()
-        return {key.split("/", 2)[2]: value.decode().partition(" ")[2] for key, (value, _) in found}
+        told = {key.split("/", 2)[2]: value.decode().partition(" ")[2] for key, (value, _) in found}
+        return {id: (owner, model) for id, (owner, _, model) in ((id, of.partition(" ")) for id, of in told.items())}
 
     def forgotten(self, now_ms: int) -> list[str]:
         """Ids of those that have been kept for long enough."""
@@ -183,10 +182,7 @@ class JobStore:
 
     def owners(self) -> dict[str, int]:
         """All owners, and the versions of their renewals."""
-        return {
-            key.partition("/")[2]: version
-            for key, (_, version) in self._base.span("owner/", "owner0").items()
-        }
+        return {key.partition("/")[2]: version for key, (_, version) in self._base.span("owner/", "owner0").items()}
 
     def forget_owner(self, owner: str, version: int) -> bool:
         """Take an owner for gone; False: it has renewed since that version."""
@@ -199,7 +195,8 @@ class JobStore:
         if found > most:
             taken = f"{found} bytes found; what keeps responses here takes {most} at once"
             raise invalid(f"It cannot be kept: {taken}. Make it shorter.", code=TOO_LARGE)
-        writes |= {f"state/{id}": _encode(state), _index(id, state): f"{state.bytes} {state.owner}".encode()}
+        index = f"{state.bytes} {state.owner} {state.model}".encode()
+        writes |= {f"state/{id}": _encode(state), _index(id, state): index}
         if state.owner:
             writes[f"owner/{state.owner}"] = b"1"
         version = self._base.commit(versions, writes)
@@ -300,9 +297,7 @@ class SqliteBase:
 
     def _found(self, which: str, *values: str) -> Found:
         try:
-            rows = self._connection().execute(
-                f"SELECT key, value, version FROM {_TABLE} WHERE {which}", values
-            )
+            rows = self._connection().execute(f"SELECT key, value, version FROM {_TABLE} WHERE {which}", values)
             return {key: (value, version) for key, value, version in rows}
         except (sqlite3.Error, OSError) as error:
             raise _unusable(self._path, error) from error
@@ -327,15 +322,12 @@ class EtcdBase:
         self._root = f"/{prefix.strip('/') or 'eaas'}/{_TABLE}/"
 
     def read(self, *keys: str) -> Found:
-        """As SqliteBase."""
         return self._run([], [get(self._root + key) for key in keys])[1]
 
     def span(self, first: str, end: str) -> Found:
-        """As SqliteBase."""
         return self._run([], [get(self._root + first, end=self._root + end)])[1]
 
     def commit(self, versions: Mapping[str, int], writes: Mapping[str, bytes | None]) -> int:
-        """As SqliteBase."""
         compare = [modified(self._root + key, str(version)) for key, version in versions.items()]
         acts = [(self._root + key, value) for key, value in writes.items()]
         return self._run(compare, [delete(k) if v is None else put(k, v.decode()) for k, v in acts])[0]
@@ -359,6 +351,4 @@ class EtcdBase:
 
 def open_jobs(where: str, most: int, most_bytes: int, tls_dir: Path | None = None) -> JobStore:
     """The store at a path, or at etcd://HOST:PORT[,...]/PREFIX. Raises JobsInvalid: it cannot be opened."""
-    return JobStore(
-        EtcdBase(where, tls_dir) if where.startswith(_ETCD) else SqliteBase(where), most, most_bytes
-    )
+    return JobStore(EtcdBase(where, tls_dir) if where.startswith(_ETCD) else SqliteBase(where), most, most_bytes)

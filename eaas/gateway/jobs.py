@@ -25,21 +25,11 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from eaas.gateway.budgets import Account
 from eaas.gateway.errors import ApiError, ErrorReply, checked, internal, invalid, unavailable, wrong_field
-from eaas.gateway.eta import Estimate
+from eaas.gateway.eta import Estimate, Eta
 from eaas.gateway.event_ids import NOT_RESUMABLE, Identity
 from eaas.gateway.formats import ResponseHead, error_event, named_event
-from eaas.gateway.gateway import Gateway
-from eaas.gateway.job_store import (
-    OPEN,
-    TOO_LARGE,
-    UNREADABLE,
-    UNUSABLE,
-    JobState,
-    JobStore,
-    Leases,
-    Stored,
-    open_jobs,
-)
+from eaas.gateway.gateway import Gateway, Served
+from eaas.gateway.job_store import OPEN, TOO_LARGE, UNREADABLE, UNUSABLE, JobState, JobStore, Leases, Stored, open_jobs
 from eaas.gateway.protection import account_of, key_name_of, reserve_tokens, share_of
 from eaas.gateway.responses import ResponsesFormat, ResponsesRequest, as_chat, input_items, repeated
 from eaas.gateway.stream import Exchange, Work
@@ -143,7 +133,7 @@ class Jobs:
     """The responses that one gateway keeps and computes. Everything runs on the event loop, but the store."""
 
     def __init__(
-        self, gateway: Gateway, work_of: Callable[[ResponsesRequest, Share, int], Awaitable[Work]]
+        self, gateway: Gateway, work_of: Callable[[Served, ResponsesRequest, Share, int], Awaitable[Work]]
     ) -> None:
         """Args: work_of: prepares a request. Raises JobsInvalid."""
         config = self._config = gateway.config
@@ -154,15 +144,16 @@ class Jobs:
         self._owner = uuid.uuid4().hex
         self._leases = Leases(_LEASE_S, 2 * _LOOK_S)
         self._runs: dict[str, Run] = {}
-        # Of those asked for here, by id: the key of its run, and on whose account so many tokens are reserved.
-        self._asked: dict[str, tuple[str, Account | None, int]] = {}
+        # Of those asked for here, by id: the key of its run, who predicts its end, and on whose account so many tokens
+        # are reserved.
+        self._asked: dict[str, tuple[str, Eta, Account | None, int]] = {}
         self._room = asyncio.Event()
         self._ends = False
         self._away_s = 0.0  # since when the store cannot be used
         gateway.beside.append(self.running)
         gateway.on_stop.append(self.end_streams)
-        told = "Background responses that are computed here.", lambda: len(self._owned())
-        gateway.metrics.gauges["eaas_jobs_running"] = told
+        told = "Background responses that are computed here."
+        gateway.gauges["eaas_jobs_running"] = told, lambda served: len(self._owned(served.model.name))
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -189,7 +180,7 @@ class Jobs:
     async def _ask(self, act: Callable[[JobStore, *Ts], R], *asked: *Ts) -> R:
         if self._store is None:
             raise invalid("This server keeps no responses; start it with --jobs.", code="nothing_is_kept")
-        loop, eta = asyncio.get_running_loop(), self._gateway.pool.eta
+        loop, eta = asyncio.get_running_loop(), self._gateway.own.pool.eta
         try:
             # However many ask before it of a store that is away: who has not had a turn by then asks no more.
             async with asyncio.timeout(_STORE_S):
@@ -234,14 +225,14 @@ class Jobs:
             if await self._ask(JobStore.forget_owner, owner, owners[owner]):
                 del owners[owner]
         for run in runs:
-            theirs = open.get(run.id) != self._owner if run.owned else run.id not in open
+            theirs = run.id not in open or (run.owned and open[run.id][0] != self._owner)
             # One that ends stores that itself.
             if theirs and not (run.owned and run.last):
                 self._drop(run)
-        for id, owner in open.items():
+        for id, (owner, model) in open.items():
             # This process owns what it does not know of where it was not told that the store did as it was asked.
             unknown = owner == self._owner and id not in self._runs
-            if (owner not in owners or unknown) and self._has_room():
+            if (owner not in owners or unknown) and self._has_room(model):
                 try:
                     await self._claim(id)
                 except ApiError as error:
@@ -251,20 +242,22 @@ class Jobs:
                     log.error("job_unreadable id=%s reason=%s", id, error)
         for id in asked.keys() - open.keys() - self._runs.keys():
             # It was computed elsewhere, where nobody asks what it took: what was reckoned stands.
-            self._settle(id, asked[id][2])
+            self._settle(id, asked[id][-1])
         for id in await self._ask(JobStore.forgotten, _now_ms()):
             await self._ask(JobStore.delete, id)
 
-    def _owned(self) -> list[Run]:
-        return [run for run in self._runs.values() if run.owned]
+    def _owned(self, model: str) -> list[Run]:
+        return [run for run in self._runs.values() if run.owned and run.state.model == model]
 
-    def _has_room(self) -> bool:
-        gateway, config = self._gateway, self._config
-        if gateway.draining or gateway.paused or gateway.pool.unready_reason():
+    def _has_room(self, model: str) -> bool:
+        """Whether one more job of a model may begin here; of one that is gone, to end with a word about that."""
+        gateway, config, served = self._gateway, self._config, self._gateway.models.get(model)
+        if gateway.draining or gateway.paused or len(self._owned(model)) >= config.jobs_running:
             return False
+        if served is None:
+            return not gateway.awaits(model)
         # Who waits for an answer comes first.
-        busy = gateway.pool.owed_tokens > config.max_owed_tokens // 2
-        return not busy and len(self._owned()) < config.jobs_running
+        return not served.pool.unready_reason() and served.pool.owed_tokens <= config.max_owed_tokens // 2
 
     async def _claim(self, id: str) -> None:
         try:
@@ -353,10 +346,11 @@ class Jobs:
 
     def _settle(self, id: str, used: int) -> None:
         """Have a key pay what its job took, instead of what was reckoned; its end is predicted no more. Idempotent."""
-        key, account, reserved = self._asked.pop(id, ("", None, 0))
-        self._gateway.pool.eta.ended(key, time.monotonic(), made=0, finish="")
-        if account is not None:
-            account.settle(reserved, used, time.monotonic())
+        if id in self._asked:
+            key, eta, account, reserved = self._asked.pop(id)
+            eta.ended(key, time.monotonic(), made=0, finish="")
+            if account is not None:
+                account.settle(reserved, used, time.monotonic())
 
     async def _store_state(self, run: Run, after: JobState, result: bytes = b"") -> None:
         """Raises: _Lost; ApiError, as JobStore.update."""
@@ -372,14 +366,16 @@ class Jobs:
             if run.owned and run.state.losses > _MOST_LOSSES:
                 message = f"{run.state.losses} gateways ended while they computed it; it is given up."
                 raise internal(message, code="attempts_exhausted")
+            # What it made before that is known would say another fingerprint than the events of other gateways.
+            served = await gateway.served_as(run.state.model, begun=True)
             given = checked(ResponsesRequest, bytes(job.request))
-            work = await self._work_of(given, job.share, identity.created)
+            work = await self._work_of(served, given, job.share, identity.created)
             if isinstance(work.format, ResponsesFormat):
                 work.format.number_from(_number(_OPENING, run.state))
             told: dict[str, Any] = {"key": job.run_key}
             if run.state.numerics_class:
                 told |= {"seen": 0, "numerics_class": run.state.numerics_class, "hint": run.state.hint}
-            exchange = Exchange(work, gateway.model, gateway.pool, identity, told=told)
+            exchange = Exchange(work, served.model, served.pool, identity, told=told, on_close=gateway.let_go)
             run.exchange = exchange
             run.changed.set()
             if run.owned:
@@ -465,11 +461,8 @@ class Jobs:
     # -- what clients ask
 
     async def prepare(self, request: Request, given: ResponsesRequest, identity: Identity) -> None:
-        """Put what an earlier response had before a request's input, in the form in which it is kept.
-
-        Raises:
-            ApiError: nothing is kept here; there is no such response, or it has not ended.
-        """
+        """Put what an earlier response had before a request's input, in the form in which it is kept. Raises ApiError:
+        nothing is kept here; there is no such response, or it has not ended."""
         if self._store is None:
             if given.background or given.previous_response_id is not None:
                 field = "background" if given.background else "previous_response_id"
@@ -479,9 +472,7 @@ class Jobs:
             raise wrong_field("store", "what is asked for with 'background' is kept; leave it out")
         if given.background and getattr(given, "eaas_drop_lost_experts", None):
             # Whoever goes on with it, or listens, computes all of it again, and must make the same.
-            raise wrong_field(
-                "eaas_drop_lost_experts", "what is computed in the background lacks none; leave it out"
-            )
+            raise wrong_field("eaas_drop_lost_experts", "what is computed in the background lacks none; leave it out")
         if given.previous_response_id is not None:
             id = given.previous_response_id
             job, found = await self._found(id, request, "previous_response_id")
@@ -494,17 +485,15 @@ class Jobs:
             given.input = list(input_items(given, identity))
 
     async def create(
-        self, request: Request, given: ResponsesRequest, identity: Identity, work: Work
+        self, request: Request, given: ResponsesRequest, identity: Identity, served: Served, work: Work
     ) -> Response:
-        """Keep a request that is to be computed in the background, and answer before it is.
-
-        Raises:
-            ApiError: it cannot be kept, its key's budget is spent, or there is one of its id.
-        """
-        job, account = self._job(request, given, identity), account_of(request.scope)
-        id, reserved, mine = job.queued["id"], work.cost(self._config.batch_tokens), self._has_room()
-        reserve_tokens(account, reserved, self._gateway.metrics.count_refused)
-        new = JobState(status="queued", at_ms=_now_ms(), owner=self._owner if mine else "")
+        """Keep a request that is to be computed in the background, and answer before it is. Raises ApiError: it cannot
+        be kept, its key's budget is spent, or there is one of its id."""
+        name, pool = served.model.name, served.pool
+        job, account = self._job(request, given, identity, name), account_of(request.scope)
+        id, reserved, mine = job.queued["id"], work.cost(self._config.batch_tokens), self._has_room(name)
+        reserve_tokens(account, reserved, served.metrics.count_refused)
+        new = JobState(status="queued", at_ms=_now_ms(), owner=self._owner if mine else "", model=name)
         state = None
         try:
             state = await self._ask(JobStore.put, id, _encode(job), new)
@@ -513,26 +502,27 @@ class Jobs:
                 account.settle(reserved, 0, time.monotonic())
         if state is None:
             raise wrong_field("request_id", f"there is a response '{id}' already")
-        self._asked[id] = job.run_key, account, reserved
+        self._asked[id] = job.run_key, pool.eta, account, reserved
         limit, ignores = work.limits[0], work.params.ignore_eos
-        self._gateway.pool.expect(job.run_key, job.share, work.prompts[0], limit, ignore_eos=ignores)
+        pool.expect(job.run_key, job.share, work.prompts[0], limit, ignore_eos=ignores)
         if mine:
             run = self._start(id, job, state, owned=True)
             if not work.wanted.stream:
                 with contextlib.suppress(TimeoutError):
                     # Until it has begun, little is known of when it will end.
                     await asyncio.wait_for(run.changed.wait(), _POLL_S)
-        return self._stream(id, job, -1) if work.wanted.stream else self._unfinished(job, "queued")
+        return self._stream(id, job, -1) if work.wanted.stream else self._unfinished(job, state)
 
     def keeper(
-        self, request: Request, given: ResponsesRequest, exchange: Exchange
+        self, request: Request, given: ResponsesRequest, served: Served, exchange: Exchange
     ) -> Callable[[], Awaitable[None]]:
         """Keeps a response that was computed in the foreground; where that fails, the response says so itself."""
-        job = self._job(request, given, exchange.identity)
+        name = served.model.name
+        job = self._job(request, given, exchange.identity, name)
 
         async def keep() -> None:
             body, kept = exchange.body(), None
-            state = self._after(JobState(status="", at_ms=0), body)
+            state = self._after(JobState(status="", at_ms=0, model=name), body)
             result = _encode(Result(response=msgspec.Raw(body)))
             try:
                 kept = await self._ask(JobStore.put, exchange.id, _encode(job), state, result)
@@ -615,12 +605,13 @@ class Jobs:
 
     def _answer(self, job: Job, found: Stored) -> Response:
         if found.state.status in OPEN:
-            return self._unfinished(job, found.state.status)
+            return self._unfinished(job, found.state)
         return Response(bytes(_result(found).response), media_type="application/json")
 
-    def _unfinished(self, job: Job, status: str) -> Response:
+    def _unfinished(self, job: Job, state: JobState) -> Response:
         """The response object so far, when it is expected to end, and when to ask again."""
-        run, eta = self._runs.get(job.queued["id"]), self._gateway.pool.eta
+        run, gateway = self._runs.get(job.queued["id"]), self._gateway
+        eta = gateway.models.get(state.model, gateway.own).pool.eta
         exchange = None if run is None else run.exchange
         made = 0 if exchange is None else exchange.generation.completion_tokens
         estimate = eta.estimate(job.run_key, time.monotonic(), made=made)
@@ -629,7 +620,7 @@ class Jobs:
         p50_s, p90_s, after_s = estimate
         shown = {"p50_s": round(p50_s, 3), "p90_s": round(p90_s, 3)}
         headers = {"openai-poll-after-ms": str(math.ceil(after_s * 1000))}
-        return JSONResponse({**job.queued, "status": status, "eaas_eta": shown}, headers=headers)
+        return JSONResponse({**job.queued, "status": state.status, "eaas_eta": shown}, headers=headers)
 
     async def _found(self, id: str, request: Request, param: str = "response_id") -> tuple[Job, Stored]:
         known = self._store is not None and _ID.fullmatch(id)
@@ -638,22 +629,19 @@ class Jobs:
         # That there is another's is nobody's business.
         if found is None or job is None or job.key_name != key_name_of(request.scope):
             message = f"No response '{id[:128]}' is in progress here, and none is stored."
-            reply = ErrorReply(status=404, message=message, param=param, code="response_not_found")
-            raise ApiError(reply)
+            raise ApiError(ErrorReply(status=404, message=message, param=param, code="response_not_found"))
         return job, found
 
-    def _job(self, request: Request, given: ResponsesRequest, identity: Identity) -> Job:
+    def _job(self, request: Request, given: ResponsesRequest, identity: Identity, model: str) -> Job:
         wanted = as_chat(given)
         id = ResponsesFormat.prefix + (wanted.request_id or identity.drawn)
-        head = ResponseHead(id=id, identity=identity, model=self._gateway.model.name, fingerprint=None)
+        head = ResponseHead(id=id, identity=identity, model=model, fingerprint=None)
         return Job(
             key_name=key_name_of(request.scope),
             share=_with(share_of(request.scope), background=True),
             identity=identity,
             # Events are made of it, whoever listens.
-            request=msgspec.Raw(
-                _encode(given.model_dump(exclude_unset=True, by_alias=True) | {"stream": True})
-            ),
+            request=msgspec.Raw(_encode(given.model_dump(exclude_unset=True, by_alias=True) | {"stream": True})),
             queued=ResponsesFormat(None, repeated(given, wanted)).queued(head),
             run_key=uuid.uuid4().hex,
             background=bool(given.background),
@@ -664,9 +652,7 @@ class Jobs:
     def _stream(self, id: str, job: Job, after: int) -> Response:
         # Of a client that reads nothing the kernel ends the connection: see eaas.gateway.listening.
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-        return StreamingResponse(
-            self._events(id, job, after), headers=headers, media_type="text/event-stream"
-        )
+        return StreamingResponse(self._events(id, job, after), headers=headers, media_type="text/event-stream")
 
     async def _events(self, id: str, job: Job, after: int) -> AsyncGenerator[bytes]:
         """The events of a job after that sequence number, wherever it is computed."""
@@ -775,10 +761,8 @@ def _no_more(message: str, code: str) -> bytes:
 
 
 _NO_EVENTS = _no_more(
-    f"The events are not kept: they are over {_EVENTS_BYTES} bytes, or the response was deleted.",
-    "events_not_kept",
+    f"The events are not kept: they are over {_EVENTS_BYTES} bytes, or the response was deleted.", "events_not_kept"
 )
 _BEGUN_ANEW = _no_more(
-    "No server of its numerics class is left; it is computed anew in another. Ask for all of its events.",
-    "begun_anew",
+    "No server of its numerics class is left; it is computed anew in another. Ask for all of its events.", "begun_anew"
 )

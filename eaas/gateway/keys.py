@@ -95,11 +95,8 @@ def keys_of(digests: Sequence[str]) -> list[Key]:
 
 
 def read_keys(path: Path) -> list[Key]:
-    """The entries of a file.
-
-    Raises:
-        KeysInvalid: it cannot be read, or makes no sense; the text never quotes what is in it.
-    """
+    """The entries of a file. Raises KeysInvalid: it cannot be read, or makes no sense; the text never quotes what is in
+    it."""
     try:
         with path.open("rb") as file:
             content = file.read(_LARGEST_FILE + 1)
@@ -125,11 +122,8 @@ def _without_values(error: Exception) -> str:
 
 
 def read_secret(path: Path) -> bytes:
-    """What a file's bytes come down to, for sealing with.
-
-    Raises:
-        KeysInvalid: it cannot be read, others may read it, or it is too short to be a secret.
-    """
+    """What a file's bytes come down to, for sealing with. Raises KeysInvalid: it cannot be read, others may read it, or
+    it is too short to be a secret."""
     try:
         with path.open("rb") as file:
             mode, content = os.fstat(file.fileno()).st_mode, file.read(_LARGEST_FILE)
@@ -145,18 +139,23 @@ def read_secret(path: Path) -> bytes:
     return hashlib.sha256(content).digest()
 
 
-def write_keys(path: Path, keys: Sequence[Key]) -> None:
-    """Replace the file at once, for its owner's eyes only. Raises OSError."""
+def replace_file(path: Path, content: bytes, mode: int = 0o600) -> None:
+    """Replace a file at once: who reads it meanwhile finds the old or the new, never a part. Raises OSError."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    content = msgspec.json.format(msgspec.json.encode(_File(list(keys))), indent=2)
+    partial.unlink(missing_ok=True)
     try:
-        with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-            file.write(content + b"\n")
+        with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def write_keys(path: Path, keys: Sequence[Key]) -> None:
+    """Replace the file, for its owner's eyes only. Raises OSError."""
+    replace_file(path, msgspec.json.format(msgspec.json.encode(_File(list(keys))), indent=2) + b"\n")
 
 
 @contextlib.contextmanager
@@ -202,13 +201,9 @@ class KeyRing:
         self._take(read_keys(path))
 
     def find(self, key: str, now_s: float) -> Key | None:
-        """The entry of a key; None: there is none, or it has expired.
+        """The entry of a key; None: there is none, or it has expired. Args: now_s: since 1970.
 
-        Every entry is compared, each in constant time: how long it takes tells how many there are and nothing else.
-
-        Args:
-            now_s: Since 1970.
-        """
+        Every entry is compared, each in constant time: how long it takes tells how many there are and nothing else."""
         if len(key) > _LONGEST_KEY:
             return None
         given = hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
@@ -219,13 +214,9 @@ class KeyRing:
         return None if found is None or found.expired(now_s) else found
 
     def refresh(self, *, anew: bool = False) -> bool:
-        """Read the file again if it has changed; True if other keys are good now.
+        """Read the file again if it has changed; True if other keys are good now. Args: anew: though it looks the same.
 
-        A file that cannot be used changes nothing, and the log says so: once.
-
-        Args:
-            anew: Read it though it looks the same.
-        """
+        A file that cannot be used changes nothing, and the log says so: once."""
         if not self._stamp.changed() and not anew:
             return False
         try:

@@ -101,7 +101,6 @@ class WorkerLink(asyncio.Protocol):
         if self._lost:
             return
         self._lost = True
-        log.warning("worker_lost name=%s incarnation=%d reason=%s", self.name, self.incarnation, reason)
         if self._transport is not None:
             self._transport.abort()
         self._owner.link_lost(self, reason)
@@ -164,22 +163,17 @@ class _Worker:
 class Workers:
     """Members of the attention pool, each connected to again and again while the View names it."""
 
-    def __init__(self, owner: LinkOwner, model_hash: str, credentials: Credentials | None = None) -> None:
-        """Args: model_hash: fingerprint of the gateway's checkpoint; workers with another are not used. credentials: of
-        this gateway; with them it speaks only to those that prove to be attention workers."""
+    def __init__(self, owner: LinkOwner, credentials: Credentials | None = None) -> None:
+        """Args: credentials: of this gateway; with them it speaks only to those that prove to be attention workers."""
         self._owner = owner
         self._credentials = credentials
-        self._model_hash = model_hash
         self._loop = asyncio.get_running_loop()
         self._workers: dict[int, _Worker] = {}
         self.view: View | None = None
 
     def follow(self, view: View) -> list[WorkerLink]:
-        """Connect to new attention workers and give up those that the router has fenced.
-
-        Returns:
-            Connections to those that have just begun to drain.
-        """
+        """Connect to new attention workers of the View, which is of one model, and give up those that it has fenced.
+        Returns: Connections to those that have just begun to drain."""
         self.view = view
         present = {m.incarnation: m for m in view.pool(ATTENTION) if m.state in _CONNECTED_STATES}
         for incarnation in [i for i in self._workers if i not in present]:
@@ -263,8 +257,9 @@ class Workers:
             spoken = f"it speaks protocol {hello.protocol}, this gateway {PROTOCOL}"
             link.drop(f"{spoken}; start both from the same release")
             return False
-        if hello is not None and self._model_hash and hello.model_hash not in ("", self._model_hash):
-            link.drop(f"it serves model {hello.model_hash[:12]}, this gateway {self._model_hash[:12]}")
+        wanted = self.view.model_hash if self.view is not None else ""
+        if hello is not None and wanted and hello.model_hash not in ("", wanted):
+            link.drop(f"it serves model {hello.model_hash[:12]}, where {wanted[:12]} is needed")
             return False
         worker = self._workers.get(link.incarnation)
         if worker is not None:
@@ -278,7 +273,6 @@ class Workers:
             worker.link = None
 
     def close(self) -> None:
-        """End every connection."""
         for incarnation in list(self._workers):
             self._remove(incarnation, "gateway_closes")
 
@@ -308,9 +302,7 @@ class Workers:
                         server_hostname=server_name(ATTENTION) if secure else None,
                     )
             except (OSError, ValueError) as error:
-                log.info(
-                    "worker_connect_failed name=%s address=%s error=%s", member.name, member.address, error
-                )
+                log.info("worker_connect_failed name=%s address=%s error=%s", member.name, member.address, error)
             else:
                 worker.link = link
                 await link.closed

@@ -12,21 +12,12 @@ class ListenFailed(Exception):
 
 
 def check_exposure(option: str, host: str, *, tls: bool, keys: bool) -> str:
-    """The IP address to listen on.
-
-    Args:
-        option: Where `host` was given, for an error.
-        tls, keys: Whether the gateway speaks TLS, and asks for keys: both are needed beyond loopback.
-
-    Raises:
-        Exposed: it is none, or other machines could reach a gateway without TLS or without keys.
-    """
+    """The IP address to listen on; `option` says where it was given. Beyond loopback TLS and keys are needed. Raises
+    Exposed: it is no address, or other machines could reach a gateway without these."""
     return bound_address(option, host, {"TLS (--tls-cert and --tls-key)": tls, "keys (--keys-file)": keys})
 
 
-def listen(
-    host: str, port: int, stall_s: float = 60.0, *, tls: bool = False, keys: bool = False
-) -> socket.socket:
+def listen(host: str, port: int, stall_s: float = 60.0, *, tls: bool = False, keys: bool = False) -> socket.socket:
     """A listening socket. Raises Exposed as `check_exposure` does, ListenFailed where the port is taken."""
     address = check_exposure("--host", host, tls=tls, keys=keys)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET

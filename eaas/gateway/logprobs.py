@@ -64,11 +64,9 @@ class TokensById:
         self._names = names
 
     def token_text(self, token: int) -> str:
-        """The token's name."""
         return f"{TOKEN_ID}{token}"
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes of its text."""
         return self._names.token_bytes(token)
 
 
@@ -117,9 +115,7 @@ class PromptScores:
         shown: list[dict[str, Any] | None] = [None]
         for token, (logprob, own, top) in zip(self._prompt[1:], self._scores, strict=False):
             entries = {token: (logprob, own)}
-            entries |= {
-                other: (value, rank) for rank, (other, value) in enumerate(top[: self._by_id], start=1)
-            }
+            entries |= {other: (value, rank) for rank, (other, value) in enumerate(top[: self._by_id], start=1)}
             texts = {other: self._names.token_text(other) for other in entries}
             shown.append(
                 {

@@ -90,8 +90,8 @@ _AS_IN_A_CHAT = (
 @more_fields(
     taken=_AS_IN_A_CHAT,
     refused=(
-        "container", "context_management", "ec_transfer_params", "kv_transfer_params", "mcp_servers", "mm_payload",
-        "return_mm_kwargs", "vllm_xargs", "watermarking",
+        "container", "context_management", "ec_transfer_params", "force_routed_experts", "kv_transfer_params",
+        "mcp_servers", "mm_payload", "return_mm_kwargs", "return_routed_experts", "vllm_xargs", "watermarking",
     ),
 )  # fmt: skip
 class MessagesRequest(CountTokensRequest):
@@ -110,11 +110,8 @@ _NAMES = {
 
 
 def as_chat(given: CountTokensRequest) -> ChatRequest:
-    """The chat request that says the same.
-
-    Raises:
-        ApiError: a content block that is not known, or a value that no chat request may have.
-    """
+    """The chat request that says the same. Raises ApiError: a content block that is not known, or a value that no chat
+    request may have."""
     try:
         messages = _messages(given)
     except ValueError as error:
@@ -248,7 +245,6 @@ class MessagesFormat(TranscriptFormat):
         self._stop: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}
 
     def whole(self, usage: Usage) -> dict[str, Any]:
-        """The message object as it stands."""
         return {
             "id": self.head.id,
             "type": "message",

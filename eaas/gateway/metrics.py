@@ -53,7 +53,6 @@ class Histogram:
         self.total = 0.0
 
     def observe(self, value: float) -> None:
-        """Count one value."""
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 
@@ -108,7 +107,7 @@ class Ledger:
 
 
 class GatewayMetrics:
-    """Counters of one gateway. Also a prometheus-client collector."""
+    """Counters of one model at one gateway, and a prometheus-client collector of these and of other models'."""
 
     def __init__(self, model_name: str = "", ttft_target_s: float = 1.0, tpot_target_s: float = 0.1) -> None:
         """Args: model_name: as clients name it. ttft_target_s, tpot_target_s: a choice within both is good."""
@@ -120,9 +119,7 @@ class GatewayMetrics:
         self.finished: Counter[str] = Counter()  # choices that ended: stop, length, abort or error
         # What these count: see _COUNTERS.
         self.prompt_tokens = self.output_tokens = self.stale_tokens = self.class_crossings = self.dropped = 0
-        self.resumes = self.disconnects = self.silences = self.pauses = self.slow_readers = self.ended = (
-            self.good
-        ) = 0
+        self.resumes = self.disconnects = self.silences = self.pauses = self.slow_readers = self.ended = self.good = 0
         self.ttft = Histogram(TTFT_BOUNDS_S)
         self.itl = Histogram(ITL_BOUNDS_S)
         self.tpot = Histogram(ITL_BOUNDS_S)
@@ -140,6 +137,8 @@ class GatewayMetrics:
         # The connected attention workers, and the choices that wait for one.
         self.workers: Callable[[], Sequence[WorkerLink]] = list
         self.waiting: Callable[[], int] = int
+        # Of other models, on the same page.
+        self.others: Callable[[], Iterable[GatewayMetrics]] = tuple
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
@@ -172,7 +171,6 @@ class GatewayMetrics:
         self.refused[reason] += 1
 
     def page(self) -> bytes:
-        """The text of /metrics."""
         return generate_latest(self._registry)
 
     def describe(self) -> Iterable[Metric]:
@@ -180,11 +178,21 @@ class GatewayMetrics:
         return ()
 
     def collect(self) -> Iterable[Metric]:
-        """All families, read at the moment of the scrape."""
+        """All families with the samples of every model, read at the moment of the scrape."""
+        families = {family.name: family for family in self._families()}
+        for other in self.others():
+            for family in other._families():
+                families[family.name].samples += family.samples
+        return families.values()
+
+    def _families(self) -> Iterable[Metric]:
         workers = self.workers()
         for worker in workers:
             self.ledger.heard(worker.incarnation, worker.load)
-        yield from self._own(workers)
+        for family in self._own(workers):
+            named = ({"model": self.model_name, **sample.labels} for sample in family.samples)
+            family.samples = [s._replace(labels=of) for s, of in zip(family.samples, named, strict=True)]
+            yield family
         yield from self._vllm(workers)
 
     def _own(self, workers: Sequence[WorkerLink]) -> Iterable[Metric]:
@@ -229,11 +237,8 @@ class GatewayMetrics:
         ):  # fmt: skip
             yield _family(kind, f"vllm:{name}", text, labels, {model: value})
         names = ("model_name", "block_size", "num_gpu_blocks")
-        blocks = (
-            {(model, str(_block_tokens(workers[0])), str(sum(map(_kv_blocks, workers)))): 1.0}
-            if workers
-            else {}
-        )
+        sizes = [worker.hello.block_tokens for worker in workers if worker.hello]
+        blocks = {(model, str(sizes[0]), str(sum(map(_kv_blocks, workers)))): 1.0} if sizes else {}
         yield _family(GaugeMetricFamily, "vllm:cache_config_info", "The KV cache, in labels.", names, blocks)
         ends = {(reason, model): self.finished[reason] for reason in FINISHES}
         names = ("finished_reason", "model_name")
@@ -257,11 +262,7 @@ _COUNTERS = (
     ("class_crossings", "Choices that went on in another numerics class.", "class_crossings"),
     ("dropped_experts", "Requests answered without some lost experts, as they allowed.", "dropped"),
     ("resumes", "Streams that a client went on with after a cut.", "resumes"),
-    (
-        "runs_joined",
-        "Choices told by runs in progress, which had begun for another connection.",
-        "ledger.joined",
-    ),
+    ("runs_joined", "Choices told by runs in progress, which had begun for another connection.", "ledger.joined"),
     ("runs_kept", "Choices that went on where a run had ended.", "ledger.kept"),
     ("resumed_tokens", "Tokens told so that nothing was computed for.", "ledger.told"),
     ("disconnects", "Requests whose client went away.", "disconnects"),
@@ -281,10 +282,6 @@ _OF_WORKERS: tuple[tuple[str, str, Callable[[WorkerLink], float]], ...] = (
 
 def _load(worker: WorkerLink) -> WorkerLoad:
     return worker.load or _NOTHING
-
-
-def _block_tokens(worker: WorkerLink) -> int:
-    return worker.hello.block_tokens if worker.hello else 1
 
 
 def _kv_blocks(worker: WorkerLink) -> int:

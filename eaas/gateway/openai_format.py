@@ -116,9 +116,7 @@ class ChatFormat(ChunkFormat):
         return b'"tool_calls":' + _encode([call])
 
 
-def _call(
-    reading: Reading, head: ResponseHead, choice: int, begun: CallBegun, arguments: str
-) -> dict[str, Any]:
+def _call(reading: Reading, head: ResponseHead, choice: int, begun: CallBegun, arguments: str) -> dict[str, Any]:
     function = {"name": begun.name, "arguments": arguments}
     return {"id": call_id(reading, head, begun, choice), "type": "function", "function": function}
 
@@ -175,7 +173,6 @@ class CompletionFormat(ChunkFormat):
         return self.opening + b'{"index":%d,' % index + fields + self.counted(index, opens=True)
 
     def logprobs(self, tokens: Sequence[TokenLogprobs] | None, offset: int = 0) -> dict[str, Any] | None:
-        """What is told of tokens, the first so many characters behind the start of its choice; None: nothing is."""
         if tokens is None:
             return None
         offsets: list[int] = []

@@ -75,8 +75,7 @@ class Reading:
 
 
 _HEAD = re.compile(
-    r'\{\s*"name"\s*:\s*("[^"\\]*(?:\\.[^"\\]*)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=[{\[])',
-    re.DOTALL,
+    r'\{\s*"name"\s*:\s*("[^"\\]*(?:\\.[^"\\]*)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=[{\[])', re.DOTALL
 )
 _NAME_END = re.compile(r"[^\w.:/-]")
 _MOST_NAME = 256
@@ -483,9 +482,7 @@ def _json_of(text: str, types: frozenset[str]) -> str:
     return _dumps(text)
 
 
-def read_output(
-    reading: Reading, text: str, *, cut: bool = False
-) -> tuple[str, str, list[tuple[CallBegun, str]]]:
+def read_output(reading: Reading, text: str, *, cut: bool = False) -> tuple[str, str, list[tuple[CallBegun, str]]]:
     """Words, thoughts, and calls with their arguments, of a whole text. Args: cut: as for `OutputReader.flush`."""
     reader, words, thoughts = OutputReader(reading), "", ""
     calls: list[tuple[CallBegun, str]] = []

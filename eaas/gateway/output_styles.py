@@ -1,6 +1,5 @@
 """How models of each family mark their tool calls and their thoughts: tables, from which outputs are read and grammars
-of calls are written. A model's own chat template shows which family it is of. Pure.
-"""
+of calls are written. A model's own chat template shows which family it is of. Pure."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 """The attention workers: which one serves a choice, and what happens to its choices when it is lost.
 
-The pool follows the router's View, keeps one connection to each attention worker in it, and owns the token
-log of every choice in flight. When a worker goes, each of its choices is sent to another one, prompt and
-tokens so far, under the next attempt number; a worker that wakes later repeats nothing, because its attempt
-is no longer accepted.
+The pool follows the router's View, keeps one connection to each attention worker in it, and owns the token log of every
+choice in flight. When a worker goes, each of its choices is sent to another one, prompt and tokens so far, under the
+next attempt number; a worker that wakes later repeats nothing, because its attempt is no longer accepted.
 """
 
 from __future__ import annotations
@@ -18,17 +17,7 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from eaas.gateway.config import GatewayConfig
-from eaas.gateway.errors import (
-    BLAMELESS,
-    LOST,
-    REFUSALS,
-    ApiError,
-    error_of,
-    full,
-    internal,
-    invalid,
-    unavailable,
-)
+from eaas.gateway.errors import BLAMELESS, LOST, REFUSALS, ApiError, error_of, full, internal, invalid, unavailable
 from eaas.gateway.eta import Eta
 from eaas.gateway.event_ids import HINTS, not_resumable
 from eaas.gateway.failover import Sequence, Trial, prefix_hash
@@ -36,21 +25,11 @@ from eaas.gateway.inspections import Inspections
 from eaas.gateway.link import WorkerLink, Workers
 from eaas.gateway.metrics import GatewayMetrics
 from eaas.traceparent import TRACEPARENT
-from eaas.worker.protocol import (
-    Cancel,
-    Failed,
-    ForgetBlocks,
-    Inspected,
-    ProtocolError,
-    Share,
-    Step,
-    Submit,
-    Token,
-)
+from eaas.worker.protocol import Cancel, Failed, ForgetBlocks, Inspected, ProtocolError, Share, Step, Submit, Token
 from router.access import GATEWAY
 from router.logs import REQUEST_ID
 from router.tls import Credentials
-from router.view import HEARS, View
+from router.view import EXPERT, HEARS, View
 
 log = logging.getLogger(__name__)
 
@@ -59,26 +38,30 @@ _SWEEP_S = 0.05
 _AGAIN_S = 0.5
 # Who owes tokens and is silent for so long is told of, and again every two seconds.
 _TELL_S, _TELL_AGAIN_S = 1.0, 2.0
+_NO_SERVERS = (
+    "No expert server is in the pool. Where it was scaled to 0 (see `eaas scale`), `eaas scale expert 2` starts two; "
+    "else the router starts others: try again."
+)
 # Workers with work speak every 50 ms.
 _HEARD_S = 1.0
 
 
 class WorkerPool:
-    """All attention workers of one gateway. Everything runs on the event loop that created it."""
+    """All attention workers of one model. Everything runs on the event loop that created it."""
 
-    def __init__(self, config: GatewayConfig, metrics: GatewayMetrics, model_hash: str = "") -> None:
-        """Args: model_hash: fingerprint of the gateway's checkpoint; workers with another are not used."""
+    def __init__(self, config: GatewayConfig, metrics: GatewayMetrics) -> None:
         self._config = config
         self.metrics = metrics
         self._loop = asyncio.get_running_loop()
         credentials = Credentials(config.tls_dir, GATEWAY) if config.tls_dir is not None else None
-        self._workers = Workers(self, model_hash, credentials)
+        self._workers = Workers(self, credentials)
         self._sequences: dict[str, Sequence] = {}
         self._waiting: dict[str, Sequence] = {}
         # Those whose client reads too slowly: no worker computes for them.
         self._paused: dict[str, Sequence] = {}
         # An operator has everybody wait.
         self.held = False
+        self.greeted = False  # some worker has been ready
         self._trial = Trial()
         self.inspections = Inspections(self.links)
         self.eta = Eta()
@@ -118,10 +101,7 @@ class WorkerPool:
             "backlog_tokens": float(sum(map(self.cost_of, waiting))),
             "queue_s": now_s - oldest_s,
         }
-        for name, recent in (
-            ("ttft_p99_s", self.metrics.recent_ttft),
-            ("tpot_p99_s", self.metrics.recent_tpot),
-        ):
+        for name, recent in (("ttft_p99_s", self.metrics.recent_ttft), ("tpot_p99_s", self.metrics.recent_tpot)):
             p99_s = recent.p99_s(now_s)
             if p99_s is not None:
                 load[name] = p99_s
@@ -143,7 +123,7 @@ class WorkerPool:
 
     @property
     def view(self) -> View | None:
-        """The router's newest View; None before the first."""
+        """The router's newest View, of this model alone; None before the first."""
         return self._workers.view
 
     @property
@@ -184,11 +164,7 @@ class WorkerPool:
         self._sequences[sequence.id] = sequence
         params = sequence.params
         self.expect(
-            sequence.eta_id,
-            sequence.share,
-            sequence.log.prompt,
-            params.max_tokens,
-            ignore_eos=params.ignore_eos,
+            sequence.eta_id, sequence.share, sequence.log.prompt, params.max_tokens, ignore_eos=params.ignore_eos
         )
         if self._closed:
             self._fail(sequence, _shutting_down())
@@ -205,11 +181,8 @@ class WorkerPool:
         )
 
     def cancel(self, sequences: Iterable[Sequence]) -> list[Sequence]:
-        """Forget choices and tell their workers, which free what they hold within one step. Idempotent.
-
-        Returns:
-            Those of them that were in progress.
-        """
+        """Forget choices and tell their workers, which free what they hold within one step. Idempotent. Returns: Those
+        of them that were in progress."""
         in_progress = [s for s in sequences if self._sequences.get(s.id) is s]
         for sequence in in_progress:
             link = sequence.link
@@ -259,6 +232,7 @@ class WorkerPool:
         for sequence in list(self._sequences.values()):
             self._fail(sequence, _shutting_down())
         self._workers.close()
+        self.inspections.close()
         if self._sweeper is not None:
             self._sweeper.cancel()
             self._sweeper = None
@@ -266,7 +240,7 @@ class WorkerPool:
     # -- the View
 
     def apply_view(self, view: View) -> None:
-        """Connect to new attention workers and give up those that the router has fenced."""
+        """Connect to new attention workers and give up those that the router has fenced. Args: view: Of this model."""
         if self._closed:
             return
         for link in self._workers.follow(view):
@@ -278,12 +252,12 @@ class WorkerPool:
     def link_ready(self, link: WorkerLink) -> None:
         """A worker can take requests."""
         if self._workers.accepts(link):
+            self.greeted = True
             self.inspections.link_ready(link)
             self._place_waiting()
             self._relieve(link)
 
     def inspected(self, link: WorkerLink, message: Inspected) -> None:
-        """A worker says how an inspection goes."""
         self.inspections.heard(link, message)
 
     def woke(self, link: WorkerLink, silence_s: float) -> None:
@@ -293,7 +267,11 @@ class WorkerPool:
 
     def link_lost(self, link: WorkerLink, reason: str) -> None:
         """Replay every choice of a worker elsewhere."""
-        label = "drained" if self._workers.draining(link) else "worker_lost"
+        drained = self._workers.draining(link)
+        label = "drained" if drained else "worker_lost"
+        # Who has drained goes in order, and so do all when a model or this gateway does.
+        level = logging.INFO if drained or self._closed else logging.WARNING
+        log.log(level, "worker_lost name=%s incarnation=%d reason=%s", link.name, link.incarnation, reason)
         self._workers.lost(link)
         self.inspections.link_lost(link)
         self.metrics.ledger.heard(link.incarnation, link.load)
@@ -305,7 +283,7 @@ class WorkerPool:
         for sequence in lost:
             self._replay(sequence, label, suspects=unanswered if sequence.id in suspects else None)
         if lost:
-            log.warning("replay name=%s choices=%d reason=%s", link.name, len(lost), reason)
+            log.log(level, "replay name=%s choices=%d reason=%s", link.name, len(lost), reason)
 
     def step(self, link: WorkerLink, step: Step) -> None:
         """What one engine step of a worker made; whatever is of an attempt that is over changes nothing."""
@@ -396,7 +374,8 @@ class WorkerPool:
         if sequence is None:
             return
         found = message.id, link.name, message.code, message.message
-        log.warning("choice_failed id=%s worker=%s code=%s message=%s", *found)
+        level = logging.INFO if message.code == "shutting_down" else logging.WARNING
+        log.log(level, "choice_failed id=%s worker=%s code=%s message=%s", *found)
         if message.code == "shutting_down":
             sequence.refused_by.add(link.incarnation)
             self._replay(sequence, "shutting_down")
@@ -408,6 +387,8 @@ class WorkerPool:
             if self._choose(sequence) is not None:
                 self._replay(sequence, message.code)
                 return
+        if message.code in LOST and self.view is not None and not self.view.pool(EXPERT):
+            message = msgspec.structs.replace(message, message=_NO_SERVERS)
         if message.code in ("overloaded", "class_lost"):
             self._refused(sequence, message)
         else:
@@ -552,9 +533,8 @@ class WorkerPool:
         return sum(log.lost_alone for log in family)
 
     def _move(self, sequence: Sequence, reason: str) -> None:
-        link = sequence.link
-        if link is not None:
-            link.send(Cancel(id=sequence.id))
+        if sequence.link is not None:
+            sequence.link.send(Cancel(id=sequence.id))
         self._replay(sequence, reason)
 
     def _at(self, link: WorkerLink) -> list[Sequence]:
@@ -645,8 +625,7 @@ class WorkerPool:
 
     def _check_silence(self, link: WorkerLink, silence_s: float, now_s: float) -> None:
         """Have the choices of a worker that is silent for too long go on elsewhere, or wait where nobody else can take
-        them: for it, or for the next to come.
-        """
+        them: for it, or for the next to come."""
         if silence_s >= self._config.silence_s:
             link.drop("silent_with_work")
         elif silence_s >= link.silence.bound_s(now_s) or link.silence.alarmed:

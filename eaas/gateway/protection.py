@@ -8,7 +8,7 @@ KEY``, as OpenAI's clients send it; or, for browsers, as the password of Basic a
 from __future__ import annotations
 
 import base64
-import binascii
+import contextlib
 import logging
 import re
 import ssl
@@ -58,11 +58,7 @@ def key_name_of(scope: Scope) -> str:
 
 def share_of(scope: Scope) -> Share:
     """Whose request it is: its key's, or, where this gateway asks for no key, whoever it names itself in
-    ``x-eaas-tenant``.
-
-    Raises:
-        ApiError: 400, the name is too long, or no name.
-    """
+    ``x-eaas-tenant``. Raises ApiError: 400, the name is too long, or no name."""
     account = account_of(scope)
     if account is not None:
         return Share(tenant=account.name, weight=account.weight)
@@ -78,11 +74,8 @@ def share_of(scope: Scope) -> Share:
 
 def reserve_tokens(account: Account | None, tokens: int, on_refused: Callable[[str], None]) -> None:
     """Spend what a request is reckoned to take. Args: on_refused: told "key_tokens" where it is more than there is.
-
-    Raises:
-        ApiError: 429, with the time after which there is enough.
-    """
-    overdrawn = account.reserve(tokens, time.monotonic()) if account is not None else None
+    Raises ApiError: 429, with the time after which there is enough."""
+    overdrawn = account.spend(time.monotonic(), tokens=tokens) if account is not None else None
     if overdrawn is not None:
         on_refused("key_tokens")
         raise ApiError(_overdrawn_reply(overdrawn))
@@ -91,9 +84,7 @@ def reserve_tokens(account: Account | None, tokens: int, on_refused: Callable[[s
 class Authentication:
     """Lets a request through to ``app`` once its key is known and its budget allows it."""
 
-    def __init__(
-        self, app: ASGIApp, ring: KeyRing, *, open_metrics: bool, on_refused: Callable[[str], None]
-    ) -> None:
+    def __init__(self, app: ASGIApp, ring: KeyRing, *, open_metrics: bool, on_refused: Callable[[str], None]) -> None:
         """Args:
         open_metrics: GET /metrics needs no key.
         on_refused: Told "key", "key_requests" or "key_tokens" for each that is refused here.
@@ -134,7 +125,7 @@ class Authentication:
             return
         account = self._accounts[entry.name]
         # What only reads costs nothing.
-        if scope["method"] == "POST" and (overdrawn := account.begin(time.monotonic())) is not None:
+        if scope["method"] == "POST" and (overdrawn := account.spend(time.monotonic(), requests=1)) is not None:
             self._on_refused(f"key_{overdrawn.kind}")
             await _send(scope, send, _overdrawn_reply(overdrawn), account.headers(time.monotonic()))
             return
@@ -161,10 +152,8 @@ def _key_in(headers: Sequence[tuple[bytes, bytes]]) -> str:
     if scheme.lower() == b"bearer":
         return rest.decode("latin-1")
     if scheme.lower() == b"basic":
-        try:
+        with contextlib.suppress(ValueError):
             return base64.b64decode(rest, validate=True).partition(b":")[2].decode("latin-1")
-        except (binascii.Error, ValueError):
-            return ""
     return ""
 
 
@@ -200,9 +189,7 @@ def _overdrawn_reply(overdrawn: Overdrawn) -> ErrorReply:
     )
 
 
-async def _send(
-    scope: Scope, send: Send, reply: ErrorReply, more: Sequence[tuple[bytes, bytes]] = ()
-) -> None:
+async def _send(scope: Scope, send: Send, reply: ErrorReply, more: Sequence[tuple[bytes, bytes]] = ()) -> None:
     body = body_for(scope["path"], reply)
     headers = [(name.encode(), value.encode()) for name, value in reply.all_headers().items()]
     headers += [
@@ -265,17 +252,11 @@ def _no_password() -> str:
 
 
 class Protection:
-    """TLS and keys of one listener, as its options ask.
-
-    Attributes:
-        tls, keys: None: there is none of that kind.
-    """
+    """TLS and keys of one listener, as its options ask. Attributes: tls, keys: None: there is none of that kind."""
 
     def __init__(self, options: GatewayOptions) -> None:
         """Raises ValueError: a file cannot be used."""
-        self.tls = (
-            ServerTls(options.tls_cert, options.tls_key) if options.tls_cert and options.tls_key else None
-        )
+        self.tls = ServerTls(options.tls_cert, options.tls_key) if options.tls_cert and options.tls_key else None
         self.keys = KeyRing(options.keys_file) if options.keys_file else None
         self._options = options
         self._authentication: Authentication | None = None

@@ -15,15 +15,7 @@ from pydantic import Field, field_validator
 from eaas.gateway.constraints import LogprobCount, Strict
 from eaas.gateway.errors import OVERLOADED, ErrorReply, checked, wrong_field
 from eaas.gateway.event_ids import Identity
-from eaas.gateway.formats import (
-    Delta,
-    Ending,
-    ResponseHead,
-    TranscriptFormat,
-    Usage,
-    error_event,
-    named_event,
-)
+from eaas.gateway.formats import Delta, Ending, ResponseHead, TranscriptFormat, Usage, error_event, named_event
 from eaas.gateway.logprobs import logprob_entry
 from eaas.gateway.output_reader import CallBegun, Part, Reading, Thought
 from eaas.gateway.schema import MAX_MESSAGES, MAX_TOOLS, ChatRequest, Function, more_fields, only
@@ -78,9 +70,9 @@ _AS_IN_A_CHAT = (
 @more_fields(
     taken=_AS_IN_A_CHAT,
     refused=(
-        "access_programs", "context_management", "ec_transfer_params", "enable_response_messages", "image",
-        "kv_transfer_params", "mm_payload", "moderation", "previous_input_messages", "return_mm_kwargs", "vllm_xargs",
-        "watermarking",
+        "access_programs", "context_management", "ec_transfer_params", "enable_response_messages",
+        "force_routed_experts", "image", "kv_transfer_params", "mm_payload", "moderation", "previous_input_messages",
+        "return_mm_kwargs", "return_routed_experts", "vllm_xargs", "watermarking",
     ),
 )  # fmt: skip
 class ResponsesRequest(Strict):
@@ -123,7 +115,6 @@ class ResponsesChat(ChatRequest):
 
     @property
     def token_limit_field(self) -> str:
-        """The name under which the limit is given."""
         return "max_output_tokens"
 
 
@@ -137,11 +128,8 @@ _NAMES = {
 
 
 def as_chat(given: ResponsesRequest) -> ResponsesChat:
-    """The chat request that says the same.
-
-    Raises:
-        ApiError: an input item that is not known, or a value that no chat request may have.
-    """
+    """The chat request that says the same. Raises ApiError: an input item that is not known, or a value that no chat
+    request may have."""
     try:
         messages = _messages(given)
         if len(messages) > MAX_MESSAGES:
@@ -317,7 +305,6 @@ class ResponsesFormat(TranscriptFormat):
         self._start = b""
 
     def whole(self, usage: Usage | None = None, error: ErrorReply | None = None) -> dict[str, Any]:
-        """The response object as it stands."""
         incomplete = {"reason": "max_output_tokens"} if self._status == "incomplete" else None
         return {
             **self._said,

@@ -19,7 +19,7 @@ from eaas.gateway.config import GatewayConfig
 from eaas.gateway.errors import invalid, wrong_field
 from eaas.gateway.event_ids import Identity, Seal, Seen
 from eaas.gateway.formats import Format
-from eaas.gateway.gateway import Gateway
+from eaas.gateway.gateway import Gateway, Served
 from eaas.gateway.jobs import Jobs
 from eaas.gateway.logprobs import MOST_SCORES
 from eaas.gateway.messages import CountTokensRequest, MessagesFormat, MessagesRequest
@@ -56,48 +56,49 @@ class Prepared:
     shown_tokens: frozenset[int] = frozenset()
 
 
-Prepare = Callable[[Gateway, Any], Awaitable[Prepared]]
+Prepare = Callable[[Served, Any], Awaitable[Prepared]]
 Route = Callable[[Request], Awaitable[Response]]
 
 
 async def generate(
     gateway: Gateway, request: Request, shape: type[BaseModel], prepare: Prepare, kept: Jobs
 ) -> Response:
-    """Admit a request, read it as of this shape, submit it, and answer.
-
-    Raises:
-        ApiError: the request was refused, or failed before anything was sent.
-    """
+    """Admit a request, read it as of this shape, submit it, and answer. Raises ApiError: the request was refused, or
+    failed before anything was sent."""
     share = share_of(request.scope)
     gateway.admit(share)
+    served: Served | None = None
     exchange: Exchange | None = None
     response: Response | None = None
 
     def on_close() -> None:
+        if served is not None:
+            served.release(share)
         gateway.release(share)
         if exchange is not None:
             gateway.exchanges.pop(exchange.own_id, None)
 
     try:
-        seal = await _seal(gateway, request)
-        asked = await gateway.parse(request, shape)
+        asked, found, seal = await _asked(gateway, request, shape)
+        found.admit(share)
+        served = found
         seen = _seen(gateway, request, asked, seal)
         drawn = Identity(drawn=uuid.uuid4().hex, created=int(time.time()))
         identity = drawn if seen is None else seen.identity
         if isinstance(asked, ResponsesRequest):
             await kept.prepare(request, asked, identity)
-        work = await work_of(gateway, prepare, asked, share, identity.created)
+        work = await work_of(served, prepare, asked, share, identity.created)
         if isinstance(asked, ResponsesRequest) and asked.background:
-            response = await kept.create(request, asked, identity, work)
+            response = await kept.create(request, asked, identity, served, work)
             return response
         gateway.refuse_if_paused()
-        gateway.admit_tokens(work)
+        served.admit_tokens(work)
         running = () if seen is None else gateway.exchanges.values()
         before = [one for one in running if one.identity == identity and one.seal == seal]
         exchange = Exchange(
             work,
-            gateway.model,
-            gateway.pool,
+            served.model,
+            served.pool,
             identity,
             on_close=on_close,
             seal=seal if work.wanted.stream and gateway.config.event_ids else None,
@@ -105,20 +106,21 @@ async def generate(
         )
         gateway.exchanges[exchange.own_id] = exchange
         if isinstance(asked, ResponsesRequest) and asked.store:
-            exchange.keep = kept.keeper(request, asked, exchange)
+            exchange.keep = kept.keeper(request, asked, served, exchange)
         response = await exchange.answer(request, gateway.config.stall_s, before)
         return response
     finally:
         if exchange is None:
-            gateway.release(share)
+            on_close()
         elif not isinstance(response, EventStream):
             exchange.close()
 
 
-async def _seal(gateway: Gateway, request: Request) -> Seal:
-    """What makes ids of this request's events those of no other."""
-    name, path = key_name_of(request.scope), request.scope["path"]
-    return Seal.of(gateway.resume_key, name, path, await gateway.body_of(request))
+async def _asked(gateway: Gateway, request: Request, shape: type[BaseModel]) -> tuple[BaseModel, Served, Seal]:
+    """What a request asks, of which model, and what makes ids of its events those of no other."""
+    body, name, path = await gateway.body_of(request), key_name_of(request.scope), request.scope["path"]
+    asked, served = await gateway.parse(request, shape, identified=True)
+    return asked, served, Seal.of(gateway.resume_key, name, path, served.model.fingerprint, body)
 
 
 def _seen(gateway: Gateway, request: Request, asked: BaseModel, seal: Seal) -> Seen | None:
@@ -132,16 +134,16 @@ def _seen(gateway: Gateway, request: Request, asked: BaseModel, seal: Seal) -> S
     return seal.read(id)
 
 
-async def work_of(gateway: Gateway, prepare: Prepare, asked: Any, share: Share, created: int) -> Work:
+async def work_of(served: Served, prepare: Prepare, asked: Any, share: Share, created: int) -> Work:
     """What a request of that Unix time comes down to. Raises ApiError: it cannot be served as it stands."""
     ASKED_AT.set(created)
-    prepared = await prepare(gateway, asked)
-    bad_tokens = await gateway.model.bad_tokens(prepared.wanted.bad_words or ())
-    wanted, prompts, config = prepared.wanted, prepared.prompts, gateway.config
-    settle_logprobs(wanted, vocab=gateway.model.vocab, most=config.max_logprobs)
-    context = _context(gateway)
+    prepared, model = await prepare(served, asked), served.model
+    bad_tokens = await model.bad_tokens(prepared.wanted.bad_words or ())
+    wanted, prompts, config = prepared.wanted, prepared.prompts, served.config
+    settle_logprobs(wanted, vocab=model.vocab, most=config.max_logprobs)
+    context = served.context
     limits = [token_limit(wanted, len(prompt), context) for prompt in prompts]
-    params = sampling_params(wanted, len(prompts[0]), min(limits), gateway.model.vocab, bad_tokens)
+    params = sampling_params(wanted, len(prompts[0]), min(limits), model.vocab, bad_tokens)
     # It may be megabytes, which the parameters have.
     wanted.force_routed_experts = None
     _refuse_too_much(wanted, prompts, limits, params)
@@ -164,20 +166,13 @@ async def work_of(gateway: Gateway, prepare: Prepare, asked: Any, share: Share, 
         usage_stats=bool(usage.include_usage and usage.continuous_usage_stats) or forced,
         shown_tokens=prepared.shown_tokens,
         tokens_by_id=config.return_tokens_as_token_ids if by_id is None else by_id,
-        echoes=_echoes(gateway.model, wanted, prompts),
+        echoes=_echoes(model, wanted, prompts),
         share=share,
     )
 
 
-def _context(gateway: Gateway) -> int:
-    return min(gateway.model.max_model_len, gateway.pool.max_model_len or gateway.model.max_model_len)
-
-
 def _refuse_too_much(
-    wanted: ChatRequest | CompletionRequest,
-    prompts: Sequence[list[int]],
-    limits: Sequence[int],
-    params: SamplingParams,
+    wanted: ChatRequest | CompletionRequest, prompts: Sequence[list[int]], limits: Sequence[int], params: SamplingParams
 ) -> None:
     """Bound what this process would keep of one answer: log-probabilities and experts of tokens."""
     prompt_tokens, output_tokens = (wanted.choices * n for n in (sum(map(len, prompts)), sum(limits)))
@@ -259,20 +254,20 @@ def _grammar_of(model: ServedModel, wanted: ChatRequest, use: ToolUse) -> Gramma
     return None
 
 
-async def _encode(gateway: Gateway, wanted: ChatRequest, use: ToolUse, *, must_fit: bool = True) -> list[int]:
+async def _encode(served: Served, wanted: ChatRequest, use: ToolUse, *, must_fit: bool = True) -> list[int]:
     """The prompt of a conversation. Args: must_fit: it is to be computed: one that is too long is refused, unless it is
     to be cut."""
     must_fit = must_fit and wanted.truncate_prompt_tokens is None
-    prompt = await gateway.model.encode_chat(wanted.messages, wanted, tools=use.shown, must_fit=must_fit)
-    return _cut(gateway, wanted, prompt)
+    prompt = await served.model.encode_chat(wanted.messages, wanted, tools=use.shown, must_fit=must_fit)
+    return _cut(served, wanted, prompt)
 
 
-def _cut(gateway: Gateway, wanted: ChatRequest | CompletionRequest, prompt: list[int]) -> list[int]:
+def _cut(served: Served, wanted: ChatRequest | CompletionRequest, prompt: list[int]) -> list[int]:
     """The prompt's tokens, as many as `truncate_prompt_tokens` says: the last ones, or the first."""
     most = wanted.truncate_prompt_tokens
     if most is None:
         return prompt
-    most = _context(gateway) - 1 if most < 0 else most
+    most = served.context - 1 if most < 0 else most
     tokens = prompt[:most] if wanted.truncation_side == "right" else prompt[max(0, len(prompt) - most) :]
     if not tokens:
         message = "'truncate_prompt_tokens' leaves nothing of the prompt; ask for at least 1."
@@ -315,71 +310,65 @@ def _prepared(
 
 
 async def _conversation(
-    gateway: Gateway, wanted: ChatRequest, format_of: Callable[[Reading | None, list[int]], Format]
+    served: Served, wanted: ChatRequest, format_of: Callable[[Reading | None, list[int]], Format]
 ) -> Prepared:
     use = _tools_of(wanted)
-    calls = _grammar_of(gateway.model, wanted, use)
-    return _prepared(gateway.model, wanted, use, [await _encode(gateway, wanted, use)], calls, format_of)
+    calls = _grammar_of(served.model, wanted, use)
+    return _prepared(served.model, wanted, use, [await _encode(served, wanted, use)], calls, format_of)
 
 
 # -- what the table names: how each kind of request is prepared
 
 
-async def chat(gateway: Gateway, wanted: ChatRequest) -> Prepared:
+async def chat(served: Served, wanted: ChatRequest) -> Prepared:
     """A chat."""
     shows_ids = bool(wanted.return_token_ids)
     return await _conversation(
-        gateway, wanted, lambda reading, prompt: ChatFormat(reading, prompt if shows_ids else None)
+        served, wanted, lambda reading, prompt: ChatFormat(reading, prompt if shows_ids else None)
     )
 
 
-async def chat_batch(gateway: Gateway, given: BatchChatRequest) -> Prepared:
+async def chat_batch(served: Served, given: BatchChatRequest) -> Prepared:
     """Several chats: a choice for each, in their order."""
     chats = given.chats()
-    prompts = [await _encode(gateway, wanted, _tools_of(wanted)) for wanted in chats]
-    return _prepared(
-        gateway.model, chats[0], ToolUse(), prompts, None, lambda reading, _: ChatFormat(reading)
-    )
+    prompts = [await _encode(served, wanted, _tools_of(wanted)) for wanted in chats]
+    return _prepared(served.model, chats[0], ToolUse(), prompts, None, lambda reading, _: ChatFormat(reading))
 
 
-async def create_response(gateway: Gateway, given: ResponsesRequest) -> Prepared:
+async def create_response(served: Served, given: ResponsesRequest) -> Prepared:
     """A response in OpenAI's newer shape."""
     wanted = responses.as_chat(given)
     said = responses.repeated(given, wanted)
-    return await _conversation(gateway, wanted, lambda reading, _: ResponsesFormat(reading, said))
+    return await _conversation(served, wanted, lambda reading, _: ResponsesFormat(reading, said))
 
 
-async def create_message(gateway: Gateway, given: MessagesRequest) -> Prepared:
+async def create_message(served: Served, given: MessagesRequest) -> Prepared:
     """A message in Anthropic's shape."""
     wanted = messages.as_chat(given)
-    if (
-        given.thinking is not None
-        and given.thinking.type == "enabled"
-        and gateway.model.thought_style is None
-    ):
+    if given.thinking is not None and given.thinking.type == "enabled" and served.model.thought_style is None:
         raise wrong_field("thinking", "this model does not think aloud; leave it out, or use type 'disabled'")
     return await _conversation(
-        gateway, wanted, lambda reading, prompt: MessagesFormat(reading, prompt_tokens=len(prompt))
+        served, wanted, lambda reading, prompt: MessagesFormat(reading, prompt_tokens=len(prompt))
     )
 
 
-async def complete(gateway: Gateway, wanted: CompletionRequest) -> Prepared:
+async def complete(served: Served, wanted: CompletionRequest) -> Prepared:
     """A completion of each of some prompts."""
-    encoded = await gateway.model.encode_prompts(
+    encoded = await served.model.encode_prompts(
         wanted.prompt,
         add_special_tokens=wanted.add_special_tokens is not False,
         must_fit=wanted.truncate_prompt_tokens is None,
     )
-    prompts = [_cut(gateway, wanted, prompt) for prompt in encoded]
+    prompts = [_cut(served, wanted, prompt) for prompt in encoded]
     shape = CompletionFormat(prompts if wanted.return_token_ids else None, wanted.choices)
     return Prepared(wanted=wanted, format=shape, prompts=prompts)
 
 
-async def complete_tokens(gateway: Gateway, given: TokensRequest) -> Prepared:
+async def complete_tokens(served: Served, given: TokensRequest) -> Prepared:
     """A completion of token ids."""
     wanted = as_completion(given)
-    (prompt,) = await gateway.model.encode_prompts(wanted.prompt, field="token_ids")
-    prompt = _cut(gateway, wanted, prompt)
+    (prompt,) = await served.model.encode_prompts(wanted.prompt, field="token_ids")
+    prompt = _cut(served, wanted, prompt)
     shape = TokensFormat(prompt if given.return_token_ids else None)
     return Prepared(wanted=wanted, format=shape, prompts=[prompt])
 
@@ -422,11 +411,11 @@ def describe(app: FastAPI) -> dict[str, Any]:
 
 def add_routes(app: FastAPI, gateway: Gateway) -> None:
     """Serve them under ``app``, and what goes with them."""
-    kept = Jobs(gateway, lambda asked, *of: work_of(gateway, create_response, asked, *of))
+    kept = Jobs(gateway, lambda served, *of: work_of(served, create_response, *of))
 
     def route_of(counted_as: str, shape: type[BaseModel], prepare: Prepare) -> Route:
         async def route(request: Request) -> Response:
-            return await gateway.counted(counted_as, generate(gateway, request, shape, prepare, kept))
+            return await gateway.counted(counted_as, request, generate(gateway, request, shape, prepare, kept))
 
         route.__doc__ = prepare.__doc__
         return route
@@ -449,8 +438,9 @@ def add_routes(app: FastAPI, gateway: Gateway) -> None:
     async def count_tokens(request: Request) -> Response:
         """POST /v1/messages/count_tokens: how long the prompt would be."""
         with gateway.reading():
-            wanted = messages.as_chat(await gateway.parse(request, CountTokensRequest))
-            prompt = await _encode(gateway, wanted, _tools_of(wanted), must_fit=False)
+            given, served = await gateway.parse(request, CountTokensRequest)
+            wanted = messages.as_chat(given)
+            prompt = await _encode(served, wanted, _tools_of(wanted), must_fit=False)
         return JSONResponse({"input_tokens": len(prompt)})
 
     async def cancel(response_id: str, request: Request) -> Response:

@@ -28,15 +28,8 @@ _LOGPROB_FIELDS = ("top_logprobs", "logprobs", "prompt_logprobs")
 
 
 def token_limit(wanted: ChatRequest | CompletionRequest, prompt: int, context: int) -> int:
-    """Tokens that a choice may generate.
-
-    Args:
-        prompt: Tokens in the prompt.
-        context: Tokens that fit in the context.
-
-    Raises:
-        ApiError: the prompt, or the prompt with the wanted completion, is over the context.
-    """
+    """Tokens that a choice may generate, for a prompt and a context of so many tokens. Raises ApiError: the prompt, or
+    the prompt with the wanted completion, is over the context."""
     room, limit = context - prompt, wanted.token_limit
     if room < 1:
         found = f"but the prompt has {prompt} tokens, which leaves no room for a completion"
@@ -45,9 +38,7 @@ def token_limit(wanted: ChatRequest | CompletionRequest, prompt: int, context: i
     if limit is None:
         limit = min(room, wanted.default_limit or room)
     elif limit > room:
-        tokens = (
-            f"{prompt + limit} tokens were requested ({prompt} in the prompt, {limit} for the completion)"
-        )
+        tokens = f"{prompt + limit} tokens were requested ({prompt} in the prompt, {limit} for the completion)"
         needed = f"Shorten the prompt or ask for at most {room} tokens."
         raise too_long(context, f"but {tokens}", needed, wanted.token_limit_field)
     # A prompt that is shown alone takes a token too: the worker answers with nothing less.
@@ -55,15 +46,8 @@ def token_limit(wanted: ChatRequest | CompletionRequest, prompt: int, context: i
 
 
 def settle_logprobs(wanted: ChatRequest | CompletionRequest, *, vocab: int, most: int) -> None:
-    """Put the number of likeliest tokens in place of -1, which asks for all, and refuse more than are allowed.
-
-    Args:
-        vocab: Tokens that there are.
-        most: Allowed for each token; -1: as many as workers tell.
-
-    Raises:
-        ApiError: more are asked for.
-    """
+    """Put the number of likeliest tokens in place of -1, which asks for all `vocab`. Args: most: allowed for each
+    token; -1: as many as workers tell. Raises ApiError: more are asked for."""
     allowed = MAX_TOP_LOGPROBS if most < 0 else min(most, MAX_TOP_LOGPROBS)
     for name in _LOGPROB_FIELDS:
         count = getattr(wanted, name, None)
@@ -72,9 +56,7 @@ def settle_logprobs(wanted: ChatRequest | CompletionRequest, *, vocab: int, most
         asked = vocab if count < 0 else count
         if asked > allowed:
             whole = f"-1 asks for all {vocab} tokens" if count < 0 else f"it asks for {count} tokens"
-            message = (
-                f"Invalid value for '{name}': {whole}; this server tells at most {allowed} (--max-logprobs)."
-            )
+            message = f"Invalid value for '{name}': {whole}; this server tells at most {allowed} (--max-logprobs)."
             raise invalid(message, param=name)
         setattr(wanted, name, min(asked, vocab))
 
@@ -86,18 +68,11 @@ def sampling_params(
     vocab: int,
     bad_tokens: tuple[tuple[int, ...], ...],
 ) -> SamplingParams:
-    """The engine's parameters, with the seed 0 where the client gave none: each prompt then has one drawn for it,
-    so that a replay repeats its draws.
+    """The engine's parameters, with the seed 0 where the client gave none: each prompt then has one drawn for it, so
+    that a replay repeats its draws.
 
-    Args:
-        prompt: Tokens in the first prompt.
-        limit: Tokens that a choice may generate.
-        vocab: Token ids are below it.
-        bad_tokens: Sequences that are not in the output.
-
-    Raises:
-        ApiError: parameters that cannot hold together.
-    """
+    Args: prompt, limit: tokens of the first prompt, and that a choice may generate. vocab: token ids are below it.
+    bad_tokens: sequences that are not in the output. Raises ApiError: parameters that cannot hold together."""
     least = wanted.min_tokens or 0
     if least > limit:
         message = f"min_tokens is {least}, over the limit of {limit} tokens. Lower it or raise max_tokens."
@@ -149,9 +124,11 @@ def _forced(given: str | None, most: int) -> ForcedExperts | None:
     # Of tokens that there can be.
     held = file[header.end() :][: most * layers * top_k * kind.itemsize]
     experts = np.frombuffer(held, kind)
-    # No model has more experts; a worker refuses them.
-    told = np.where((experts < 0) | (experts > _NO_EXPERT), _NO_EXPERT, experts)
-    return ForcedExperts(layers, top_k, told.astype("<u2").tobytes())
+    outside = experts[(experts < 0) | (experts >= _NO_EXPERT)]
+    if outside.size:
+        message = f"'force_routed_experts' has expert {outside[0]}, which no model has; the first of a model is 0."
+        raise invalid(message, param="force_routed_experts")
+    return ForcedExperts(layers, top_k, experts.astype("<u2").tobytes())
 
 
 def _unreadable(found: str) -> ApiError:

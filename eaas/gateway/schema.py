@@ -46,20 +46,12 @@ Unsupported = Annotated[Any, only(*_NOTHING)]
 
 def more_fields(*, taken: Sequence[str] = (), refused: Sequence[str] = ()) -> Callable[[type[S]], type[S]]:
     """Fields of a request body that need no type of their own, each of which may be left out.
-
-    Args:
-        taken: Those that another request, which this one comes down to, has and judges.
-        refused: Those that this server does not support.
-    """
-    fields: dict[str, Any] = {
-        **dict.fromkeys(taken, (Any, None)),
-        **dict.fromkeys(refused, (Unsupported, None)),
-    }
+    Args: taken: those that another request, which this one comes down to, has and judges. refused: those that this
+    server does not support."""
+    fields: dict[str, Any] = {**dict.fromkeys(taken, (Any, None)), **dict.fromkeys(refused, (Unsupported, None))}
 
     def extended(body: type[S]) -> type[S]:
-        return create_model(
-            body.__name__, __base__=body, __doc__=body.__doc__, __module__=body.__module__, **fields
-        )
+        return create_model(body.__name__, __base__=body, __doc__=body.__doc__, __module__=body.__module__, **fields)
 
     return extended
 
@@ -216,9 +208,7 @@ class GenerationRequest(ConstrainedRequest):
             raise ValueError(f"{len(stops)} stop strings were given; at most {MAX_STOPS} are allowed")
         for text in stops:
             if isinstance(text, str) and not 1 <= len(text) <= MAX_STOP_CHARACTERS:
-                raise ValueError(
-                    f"a stop string needs 1 to {MAX_STOP_CHARACTERS} characters; found {len(text)}"
-                )
+                raise ValueError(f"a stop string needs 1 to {MAX_STOP_CHARACTERS} characters; found {len(text)}")
         return stops
 
     @field_validator("stop_token_ids", mode="after")
@@ -298,7 +288,6 @@ class ChatRequest(GenerationRequest, Conversation):
 
     @property
     def template_options(self) -> dict[str, Any]:
-        """More names for the chat template."""
         effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
         return {**effort, **super().template_options}
 
@@ -309,7 +298,6 @@ class ChatRequest(GenerationRequest, Conversation):
 
     @property
     def token_limit_field(self) -> str:
-        """The name under which the limit was given."""
         return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
     @property
@@ -338,11 +326,7 @@ class BatchChatRequest(Strict, extra="allow"):
         return self
 
     def chats(self) -> list[ChatRequest]:
-        """One request for each conversation.
-
-        Raises:
-            ApiError: a value that no chat may have.
-        """
+        """One request for each conversation. Raises ApiError: a value that no chat may have."""
         first, *others = self.messages
         chat = checked(ChatRequest, {**(self.model_extra or {}), "model": self.model, "messages": first})
         # What all share is judged once: it may be large, and nothing else is done meanwhile.
@@ -377,16 +361,12 @@ class CompletionRequest(GenerationRequest):
             if _all_ids(prompt):
                 return [prompt]
             if len(prompt) > MAX_PROMPTS:
-                raise ValueError(
-                    f"{len(prompt)} prompts were given; at most {MAX_PROMPTS} fit in one request"
-                )
+                raise ValueError(f"{len(prompt)} prompts were given; at most {MAX_PROMPTS} fit in one request")
             if all(isinstance(item, str) for item in prompt):
                 return prompt
             if all(isinstance(item, list) and item and _all_ids(item) for item in prompt):
                 return prompt
-        raise ValueError(
-            "need a string, a list of strings, a list of token ids, or a list of lists of token ids"
-        )
+        raise ValueError("need a string, a list of strings, a list of token ids, or a list of lists of token ids")
 
     @model_validator(mode="after")
     def _says_something(self) -> CompletionRequest:
@@ -396,7 +376,6 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def top_count(self) -> int:
-        """Alternatives reported for each token; -1 when no log-probabilities are wanted."""
         return -1 if self.logprobs is None else self.logprobs
 
     @property

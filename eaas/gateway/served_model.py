@@ -18,9 +18,10 @@ from eaas.gateway.output_styles import CallStyle, ThoughtStyle, marks_in, style_
 from eaas.gateway.schema import Conversation, Message
 from eaas.gateway.tool_calls import ToolUse
 from eaas.model.chat import TemplateRefused
-from eaas.model.loader import load_spec
+from eaas.model.families import spec_of
+from eaas.model.loader import read_object
 from eaas.model.tokenizer import Tokenizer, TokenizerInvalid
-from experts.checkpoint import Checkpoint, CheckpointInvalid
+from experts.checkpoint import CheckpointInvalid, read_config
 from experts.model import ConfigInvalid
 
 T = TypeVar("T")
@@ -46,7 +47,9 @@ class ServedModel:
     Attributes:
         max_model_len: Tokens that fit in the context.
         vocab: Token ids are below it.
-        fingerprint: Hash of the checkpoint.
+        path: Its folder.
+        shape: How many of its layers have experts, and how many each of them.
+        fingerprint: Hash of the checkpoint, as the router's View has it; empty before that is known.
         created: Unix time in seconds, for /v1/models.
         trusts_templates: Requests may bring a chat template of their own.
     """
@@ -55,8 +58,10 @@ class ServedModel:
     tokenizer: Tokenizer
     max_model_len: int
     vocab: int
-    fingerprint: str
+    path: str
+    shape: tuple[int, int]
     created: int
+    fingerprint: str = ""
     trusts_templates: bool = False
     _long: asyncio.Lock = field(default_factory=asyncio.Lock, init=False, repr=False, compare=False)
     _long_taken: asyncio.Semaphore = field(
@@ -119,16 +124,10 @@ class ServedModel:
         must_fit: bool = True,
         field: str = "prompt",
     ) -> list[list[int]]:
-        """Token ids of each prompt.
+        """Token ids of each prompt. Raises ApiError: one is outside the vocabulary, or a prompt is empty.
 
-        Args:
-            field: Where the client wrote them.
-            add_special_tokens: Put around texts what the model wants around a prompt.
-            must_fit: A text that is over the context however it is cut is refused before that.
-
-        Raises:
-            ApiError: a token id outside the vocabulary, or an empty prompt.
-        """
+        Args: add_special_tokens: put around texts what the model wants around a prompt. must_fit: a text that is over
+        the context however it is cut is refused before that. field: where the client wrote them."""
         encoded: list[list[int]] = []
         for prompt in prompts:
             if isinstance(prompt, str):
@@ -144,23 +143,15 @@ class ServedModel:
         return encoded
 
     def check_tokens(self, tokens: Sequence[int], field: str) -> None:
-        """Refuse token ids outside the vocabulary. Millions take some milliseconds.
-
-        Raises:
-            ApiError: 400, naming the field.
-        """
-        if not tokens:
-            return
-        for extreme in (min(tokens), max(tokens)):
+        """Refuse token ids outside the vocabulary. Millions take some milliseconds. Raises ApiError: 400, naming the
+        field."""
+        for extreme in (min(tokens), max(tokens)) if tokens else ():
             if not 0 <= extreme < self.vocab:
                 raise out_of_vocabulary(extreme, self.vocab, field)
 
     def check_length(self, text: str, field: str) -> None:
-        """Refuse a prompt that cannot fit, before it costs the seconds of being cut into tokens.
-
-        Raises:
-            ApiError: 400, naming the field.
-        """
+        """Refuse a prompt that cannot fit, before it costs the seconds of being cut into tokens. Raises ApiError: 400,
+        naming the field."""
         if self.tokenizer.most_bytes is None:
             return
         # Each token of the vocabulary stands for so many bytes at most; the end of a cut character adds none.
@@ -177,11 +168,7 @@ class ServedModel:
 
     async def bad_tokens(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """The sequences of tokens that words are written with, as vLLM finds them: each as it begins a text, and behind
-        a space where that makes another first token and as many of them.
-
-        Raises:
-            ApiError: a word has no tokens.
-        """
+        a space where that makes another first token and as many of them. Raises ApiError: a word has no tokens."""
         if not words:
             return ()
         words = list(dict.fromkeys(word.lstrip() for word in words))
@@ -210,23 +197,13 @@ class ServedModel:
         return await self._aside(len(tokens), lambda: list(map(self.tokenizer.token_name, tokens)))
 
     async def encode_chat(
-        self,
-        messages: Sequence[Message],
-        wanted: Conversation,
-        *,
-        tools: Sequence[Mapping[str, Any]],
-        must_fit: bool,
+        self, messages: Sequence[Message], wanted: Conversation, *, tools: Sequence[Mapping[str, Any]], must_fit: bool
     ) -> list[int]:
         """Token ids of a conversation, ready for the assistant's turn.
 
-        Args:
-            wanted: How the messages become a prompt.
-            tools: Descriptions for the chat template.
-            must_fit: What is over the context however it is cut is refused before that.
-
-        Raises:
-            ApiError: the chat template refuses the messages, or gives nothing; or the client's is not wanted here.
-        """
+        Args: wanted: how the messages become a prompt. tools: descriptions for the chat template. must_fit: what is
+        over the context however it is cut is refused before that. Raises ApiError: the chat template refuses the
+        messages, or gives nothing; or the client's is not wanted here."""
         template, options, field = wanted.chat_template, wanted.template_options, wanted.prompt_field
         if "chat_template" in options:
             raise invalid("Give it as the field 'chat_template' instead.", param="chat_template_kwargs")
@@ -245,13 +222,12 @@ class ServedModel:
         least = least if template is None else _LONG_CHARACTERS + 1
 
         def encode() -> list[int]:
-            text = self.tokenizer.render_chat(
+            text = self.tokenizer.template(template).render(
                 prepared,
                 add_generation_prompt=wanted.begins_turn,
                 continue_final_message=bool(wanted.continue_final_message),
                 tools=tools or None,
                 options=options,
-                source=template,
             )
             if template is not None and len(text) > _MOST_RENDERED:
                 raise TemplateRefused(
@@ -296,20 +272,12 @@ class ModelUnusable(ValueError):
 def load_model(
     folder: Path, name: str, *, trusts_templates: bool = False, max_model_len: int | None = None
 ) -> ServedModel:
-    """The model in a checkpoint folder under its served name.
-
-    Args:
-        trusts_templates: Requests may bring a chat template of their own.
-        max_model_len: Tokens of the context, where fewer are wanted than the model has.
-
-    Raises:
-        ModelUnusable: a file is missing or makes no sense.
-    """
+    """The model in a checkpoint folder under its served name. No file of weights is opened.
+    Args: trusts_templates: requests may bring a chat template of their own. max_model_len: tokens of the context, where
+    fewer are wanted than the model has. Raises ModelUnusable: a file is missing or makes no sense."""
     try:
-        checkpoint = Checkpoint.open(folder)
-        spec = load_spec(checkpoint)
+        spec = spec_of(read_config(folder), read_object(folder / "generation_config.json"))
         tokenizer = Tokenizer.load(folder)
-        fingerprint = checkpoint.fingerprint
     except (CheckpointInvalid, ConfigInvalid, TokenizerInvalid, TemplateRefused) as error:
         raise ModelUnusable(str(error)) from error
     return ServedModel(
@@ -317,7 +285,8 @@ def load_model(
         tokenizer=tokenizer,
         max_model_len=spec.context(max_model_len),
         vocab=spec.vocab,
-        fingerprint=fingerprint,
+        path=str(folder.resolve()),
+        shape=(len(spec.moe_layers), spec.moe.experts),
         created=int((folder / "config.json").stat().st_mtime),
         trusts_templates=trusts_templates,
     )

@@ -7,14 +7,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from router import bitmap
-from router.view import EXPERT, Member, Retirement, View
+from router.view import ATTENTION, EXPERT, SERVING, Member, Retirement, View, of_model
 
 
 @dataclass(frozen=True, kw_only=True)
 class RouterStatus:
     """A router as the gateway last saw it. pid: None until it first answered. state: "serving", "standby" or
-    "unreachable".
-    """
+    "unreachable"."""
 
     name: str = "router/0"
     pid: int | None
@@ -22,25 +21,45 @@ class RouterStatus:
     state: str
 
 
-def everything(view: View) -> int:
-    """Bitmap of all (layer, expert) pairs."""
-    return (1 << view.layers * view.experts) - 1
-
-
 def copies(view: View) -> tuple[int, int]:
     """Servers that hold the expert which has the fewest, and how many (layer, expert) pairs have so few."""
-    return bitmap.copies((bitmap.from_bytes(m.serving) for m in view.pool(EXPERT)), everything(view))
+    held = (bitmap.from_bytes(member.serving) for member in view.pool(EXPERT))
+    return bitmap.copies(held, bitmap.everything(view.layers, view.experts))
+
+
+def sleeps(view: View) -> bool:
+    """Whether no server is to hold anything, for every model sleeps."""
+    return bool(view.models) and all(model.asleep for model in view.models)
 
 
 def replicas_min(view: View) -> int:
-    """Servers that hold the expert which has the fewest; 0 when some expert is held by none."""
-    return copies(view)[0]
+    """Servers that hold the expert which has the fewest, of any model that stays; 0 when one is held by none. As many
+    as are wanted, where none is to be held."""
+    if sleeps(view):
+        return view.replicas_wanted
+    each = [copies(of_model(view, model.hash))[0] for model in view.models if not (model.leaving or model.asleep)]
+    return min(each, default=copies(view)[0])
 
 
-def _member(member: Member) -> dict[str, Any]:
+def model_facts(view: View, nameless: str = "") -> list[dict[str, Any]]:
+    """Each model of a View. state: "serving", "loading", "asleep" or "leaving". replicas: servers that hold the expert
+    which has the fewest. workers: attention workers that serve. nameless: what one without a name is called."""
+    found: list[dict[str, Any]] = []
+    for model in view.models:
+        own = of_model(view, model.hash)
+        held = 0 if model.asleep else copies(own)[0]
+        workers = sum(member.state == SERVING for member in own.pool(ATTENTION))
+        state = "leaving" if model.leaving else "asleep" if model.asleep else "serving" if held else "loading"
+        name = model.name or nameless or model.hash[:16]
+        found.append(asdict(model) | {"name": name, "state": state, "replicas": held, "workers": workers})
+    return found
+
+
+def _member(member: Member, names: Mapping[str, str]) -> dict[str, Any]:
     return {
         "name": member.name,
         "pool": member.pool,
+        "model": names.get(member.model) if member.pool == ATTENTION else None,
         "pid": member.pid,
         "state": member.state,
         # Text: above 2^53 a JSON number loses digits in many readers.
@@ -61,15 +80,11 @@ def cluster_status(
     routers: Sequence[RouterStatus],
     retirements: Sequence[Retirement] = (),
 ) -> dict[str, Any]:
-    """The whole answer.
-
-    Args:
-        view: Newest View, or None before the first.
-        gateway: The gateway's own figures; with "name", "pid" and "address".
-        routers: The one that leads first.
-        retirements: Of members that are told to go and have not gone.
-    """
-    own = {"incarnation": None, "experts": None, "load": {}}
+    """The whole answer. Args: view: newest View, or None before the first. gateway: the gateway's own figures; with
+    "name", "pid" and "address". routers: the one that leads first. retirements: of members that are told to go and have
+    not gone."""
+    own = {"model": None, "incarnation": None, "experts": None, "load": {}}
+    models = model_facts(view, model) if view is not None else []
     members: list[dict[str, Any]] = [
         *({"pool": "router", **own, **asdict(router)} for router in routers),
         {
@@ -84,13 +99,15 @@ def cluster_status(
     ]
     if view is not None:
         # What it knows of itself is newer than what the router does.
-        members.extend(_member(member) for member in view.members if member.name != gateway["name"])
+        names = {it["hash"]: it["name"] for it in models}
+        members.extend(_member(member, names) for member in view.members if member.name != gateway["name"])
     return {
         "model": model,
         "epoch": view.epoch if view is not None else None,
         "term": view.term if view is not None else None,
         "replicas_wanted": view.replicas_wanted if view is not None else None,
         "replicas_min": replicas_min(view) if view is not None else 0,
+        "models": models,
         "gateway": dict(gateway),
         "members": members,
         "retirements": [asdict(each) for each in retirements],

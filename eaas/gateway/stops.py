@@ -17,11 +17,7 @@ class StopAutomaton:
     __slots__ = ("children", "depth", "fail", "matched")
 
     def __init__(self, stops: Sequence[str]) -> None:
-        """Build it in time proportional to the total length of ``stops``.
-
-        Raises:
-            ValueError: a stop string is empty.
-        """
+        """Build it in time proportional to the total length of ``stops``. Raises ValueError: a stop string is empty."""
         self.children: list[dict[str, int]] = [{}]
         self.depth = [0]
         self.fail = [0]
@@ -35,15 +31,13 @@ class StopAutomaton:
     def _add(self, stop: str) -> None:
         node = 0
         for character in stop:
-            following = self.children[node].get(character)
-            if following is None:
-                following = len(self.children)
-                self.children[node][character] = following
+            depth = self.depth[node] + 1
+            node = self.children[node].setdefault(character, len(self.children))
+            if node == len(self.children):
                 self.children.append({})
-                self.depth.append(self.depth[node] + 1)
+                self.depth.append(depth)
                 self.fail.append(0)
                 self.matched.append(0)
-            node = following
         self.matched[node] = len(stop)
 
     def _link(self) -> None:
@@ -60,13 +54,9 @@ class StopAutomaton:
 
     def step(self, node: int, character: str) -> int:
         """The node after reading one character at ``node``."""
-        while True:
-            following = self.children[node].get(character)
-            if following is not None:
-                return following
-            if node == 0:
-                return 0
+        while node and character not in self.children[node]:
             node = self.fail[node]
+        return self.children[node].get(character, 0)
 
 
 class StopMatcher:

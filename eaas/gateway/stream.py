@@ -104,9 +104,8 @@ class Exchange:
         self.request_id = wanted.request_id
         self.in_background = work.share.background
         self.key_name = ""  # whose API key asked; empty: none was needed
-        self.keep: Callable[[], Awaitable[None]] = (
-            _keep_nothing  # awaited when the response has ended well, before that is said
-        )
+        # Awaited when the response has ended well, before that is said.
+        self.keep: Callable[[], Awaitable[None]] = _keep_nothing
         self._changed = asyncio.Event()
         self._connection: Connection | None = None
         self._closed = False
@@ -128,12 +127,7 @@ class Exchange:
                 self._sequences.append(self._sequence(len(self._sequences), prompt, params, echo, automaton))
 
     def _sequence(
-        self,
-        index: int,
-        prompt: list[int],
-        params: SamplingParams,
-        echo: Echo | None,
-        automaton: StopAutomaton | None,
+        self, index: int, prompt: list[int], params: SamplingParams, echo: Echo | None, automaton: StopAutomaton | None
     ) -> PoolSequence:
         work, wanted, tokenizer = self._work, self._work.wanted, self._model.tokenizer
         shown = TokensById(tokenizer) if work.tokens_by_id else tokenizer
@@ -174,13 +168,9 @@ class Exchange:
     async def answer(self, request: Request, stall_s: float, before: Sequence[Exchange] = ()) -> Response:
         """Submit the choices and wait for what the response begins with.
 
-        Args:
-            stall_s: How long a client may read nothing of a stream.
-            before: Those of the same response whose client goes on with this one.
-
-        Raises:
-            ApiError: the request failed before anything was sent, or its key's budget is spent.
-        """
+        Args: stall_s: how long a client may read nothing of a stream. before: those of the same response whose client
+        goes on with this one. Raises ApiError: the request failed before anything was sent, or its key's budget is
+        spent."""
         self.key_name = key_name_of(request.scope)
         self._reserve(account_of(request.scope))
         self.begin()
@@ -208,7 +198,6 @@ class Exchange:
             self._work.format.not_kept()
 
     def begin(self) -> None:
-        """Submit the choices."""
         if self._seen is None:
             self.metrics.prompt_tokens += self.prompt_tokens
         else:
@@ -218,11 +207,7 @@ class Exchange:
 
     def stay(self) -> tuple[str, int]:
         """Let no choice leave the numerics class in which all have begun. Returns that and the hint whom to ask for the
-        first choice.
-
-        Raises:
-            ApiError: 409, it has crossed from one to another already.
-        """
+        first choice. Raises ApiError: 409, it has crossed from one to another already."""
         known = self.generation.numerics_classes
         classes = {*known, *(sequence.numerics_class or known[0] for sequence in self._sequences)}
         if len(classes) > 1:
@@ -264,9 +249,7 @@ class Exchange:
         if ids is not None and self.seal is not None:
             known, hints = self.generation, [sequence.incarnation % HINTS for sequence in self._sequences]
             drawn, created = self.identity.drawn, self.identity.created
-            ids.prefix = self.seal.prefix(
-                Mark(drawn, created, known.numerics_classes, known.dropped, tuple(hints))
-            )
+            ids.prefix = self.seal.prefix(Mark(drawn, created, known.numerics_classes, known.dropped, tuple(hints)))
         now = self._usage_of if work.usage_stats else None
         usage = StreamUsage(last=work.include_usage, now=now)
         return work.format.events(self._head(), len(self._sequences), usage)
@@ -372,8 +355,9 @@ class EventStream(Response):
             except TimeoutError:
                 error = CLIENT_STALLED
                 self._exchange.metrics.slow_readers += 1
-                connection.cut()
-                await connection.drained()
+                # What was not read yet is lost.
+                connection.transport.abort()
+                await connection.flow.drain()
             status = 200 if error is None else error.status
         finally:
             self._exchange.close()
@@ -399,7 +383,7 @@ class EventStream(Response):
                 if body or ended:
                     await send({"type": "http.response.body", "body": body, "more_body": not ended})
                 if generation.full and not ended:
-                    await connection.drained()
+                    await connection.flow.drain()
                     generation.full = False
                     exchange.resume()
             if ended:

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import base64
 import io
+from bisect import bisect_left
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -252,15 +254,10 @@ class Choice:
         self.generation.open_choices += 1
 
     def token(self, token: int, finish: str, logprob: float | None, top: Alternatives) -> bool:
-        """Take the next token of this choice.
+        """Take the next token of this choice. True when a stop string ended it: the worker does not know of that yet.
 
-        Args:
-            finish: "" while it goes on; "length" at its limit; "complete" when a grammar lets nothing follow;
-                "stop" when ``token`` is an end token, which has no text of its own.
-
-        Returns:
-            True when a stop string ended the choice: the worker does not know of it yet.
-        """
+        Args: finish: "" while it goes on; "length" at its limit; "complete" when a grammar lets nothing follow; "stop"
+        when ``token`` is an end token, which has no text of its own."""
         generation = self.generation
         self.tokens += 1
         if self._plain and not finish:
@@ -350,9 +347,7 @@ class Choice:
         logprobs: list[TokenLogprobs] | None = None
         if self.names is not None:
             waiting = self._waiting
-            count = 0
-            while count < len(waiting) and (everything or waiting[count][0] < self._shown):
-                count += 1
+            count = len(waiting) if everything else bisect_left(waiting, self._shown, key=itemgetter(0))
             logprobs = [entry for _, entry in waiting[:count]]
             del waiting[:count]
         tokens: list[int] | None = None

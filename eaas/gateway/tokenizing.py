@@ -44,12 +44,12 @@ def _json(shown: dict[str, Any]) -> Response:
 
 def add_routes(app: FastAPI, gateway: Gateway) -> None:
     """Serve them under ``app``."""
-    model, tokenizer = gateway.model, gateway.model.tokenizer
 
     async def tokenize(request: Request) -> Response:
         """POST /tokenize."""
         with gateway.reading():
-            wanted = await gateway.parse(request, TokenizeRequest)
+            wanted, served = await gateway.parse(request, TokenizeRequest)
+            model = served.model
             if wanted.messages is None:
                 special = wanted.add_special_tokens is not False
                 tokens = await model.encode_text(wanted.prompt or "", add_special_tokens=special)
@@ -57,25 +57,19 @@ def add_routes(app: FastAPI, gateway: Gateway) -> None:
                 tools = wanted.tool_dicts
                 tokens = await model.encode_chat(wanted.messages, wanted, tools=tools, must_fit=False)
             names = await model.names(tokens) if wanted.return_token_strs else None
-        return _json(
-            {
-                "count": len(tokens),
-                "max_model_len": model.max_model_len,
-                "tokens": tokens,
-                "token_strs": names,
-            }
-        )
+        return _json({"count": len(tokens), "max_model_len": served.context, "tokens": tokens, "token_strs": names})
 
     async def detokenize(request: Request) -> Response:
         """POST /detokenize."""
         with gateway.reading():
-            wanted = await gateway.parse(request, DetokenizeRequest)
-            model.check_tokens(wanted.tokens, "tokens")
-            text = await model.decode(wanted.tokens)
+            wanted, served = await gateway.parse(request, DetokenizeRequest)
+            served.model.check_tokens(wanted.tokens, "tokens")
+            text = await served.model.decode(wanted.tokens)
         return _json({"prompt": text})
 
-    async def describe() -> Response:
-        """GET /tokenizer_info: tokenizer_config.json, with the chat template that is used."""
+    async def describe(request: Request) -> Response:
+        """GET /tokenizer_info?model=NAME: tokenizer_config.json, with the chat template that is used."""
+        tokenizer = gateway.find(request.query_params.get("model")).model.tokenizer
         known = {"tokenizer_class": "PreTrainedTokenizerFast", **tokenizer.config}
         return _json({**known, "chat_template": tokenizer.chat_template})
 

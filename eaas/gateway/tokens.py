@@ -17,22 +17,21 @@ from eaas.gateway.constraints import Strict, TokenId
 from eaas.gateway.errors import checked
 from eaas.gateway.formats import ChunkFormat, Delta, FinishedChoice, ResponseHead, Usage
 from eaas.gateway.logprobs import TOKEN_ID, TokenLogprobs, TokenText, finite
-from eaas.gateway.schema import CompletionRequest, StreamOptions, more_fields
+from eaas.gateway.schema import CompletionRequest, StreamOptions, more_fields, only
 
 _AS_IN_A_COMPLETION = ("cache_salt", "priority", "request_id")
 # Those of vLLM's SamplingParams that say how it is to be told, which this route settles itself.
 _SETTLED = frozenset({"detokenize", "output_kind", "flat_logprobs"})
 # Those that a completion has beside its sampling, and this request in fields of its own, or not at all.
-_OWN = frozenset(
-    {*_AS_IN_A_COMPLETION, "echo", "model", "prompt", "return_token_ids", "stream", "stream_options"}
-)
+_OWN = frozenset({*_AS_IN_A_COMPLETION, "echo", "model", "prompt", "return_token_ids", "stream", "stream_options"})
+
+_INSIDE = only(False, because="it is one of 'sampling_params' here; put it there")
 
 _encode = msgspec.json.encode
 
 
 @more_fields(
-    taken=_AS_IN_A_COMPLETION,
-    refused=("content_parts", "ec_transfer_params", "features", "kv_transfer_params"),
+    taken=_AS_IN_A_COMPLETION, refused=("content_parts", "ec_transfer_params", "features", "kv_transfer_params")
 )
 class TokensRequest(Strict):
     """Body of POST /inference/v1/generate."""
@@ -44,6 +43,8 @@ class TokensRequest(Strict):
     stream_options: StreamOptions | None = None
     output_mode: Literal["tokens"] | None = None
     return_token_ids: bool | None = None
+    force_routed_experts: Annotated[Any, _INSIDE] = None
+    return_routed_experts: Annotated[Any, _INSIDE] = None
 
     @model_validator(mode="after")
     def _all_are_known(self) -> TokensRequest:
@@ -62,17 +63,11 @@ class TokensCompletion(CompletionRequest):
 
 
 def as_completion(given: TokensRequest) -> TokensCompletion:
-    """The completion that says the same.
-
-    Raises:
-        ApiError: a value that no completion may have.
-    """
+    """The completion that says the same. Raises ApiError: a value that no completion may have."""
     asked = {name: value for name, value in given.sampling_params.items() if name not in _SETTLED}
     fields = {
         **asked,
-        **{
-            name: getattr(given, name) for name in ("model", "stream", "stream_options", *_AS_IN_A_COMPLETION)
-        },
+        **{name: getattr(given, name) for name in ("model", "stream", "stream_options", *_AS_IN_A_COMPLETION)},
         "prompt": given.token_ids,
         "return_token_ids": True,
         # Text is made where a stop string is looked for in it, and shown nowhere.

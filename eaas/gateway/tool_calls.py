@@ -1,6 +1,5 @@
 """Tool calls that a request lets the model make, or has it make; and the grammars of outputs that must be calls, or in
-a language that the client named, thoughts before them included. Pure.
-"""
+a language that the client named, thoughts before them included. Pure."""
 
 from __future__ import annotations
 
@@ -36,15 +35,11 @@ class ToolUse:
 
 
 def tool_use(tools: Sequence[Mapping[str, Any]], choice: Any, parallel: bool | None) -> ToolUse:
-    """What a request's three fields say together.
+    """What a request's three fields say together. Raises ValueError: the choice is none that OpenAI knows, or names no
+    tool that is there.
 
-    Args:
-        tools: OpenAI's ``tools``, each with "function" that has a "name".
-        choice: OpenAI's ``tool_choice``; None is "auto" where there are tools.
-
-    Raises:
-        ValueError: the choice is none that OpenAI knows, or names no tool that is there.
-    """
+    Args: tools: OpenAI's ``tools``, each with "function" that has a "name". choice: OpenAI's ``tool_choice``; None is
+    "auto" where there are tools."""
     names: list[str] | None = None
     several = parallel is not False
     match choice if choice == {} else choice or "auto":
@@ -96,9 +91,7 @@ _Write = Callable[[str], str]
 def _written(marks: Mapping[str, int], text: str) -> str:
     pieces = re.split(f"({'|'.join(map(re.escape, marks))})", text) if marks else [text]
     return " ".join(
-        f"<[{marks[piece]}]>" if piece in marks else json.dumps(piece, ensure_ascii=False)
-        for piece in pieces
-        if piece
+        f"<[{marks[piece]}]>" if piece in marks else json.dumps(piece, ensure_ascii=False) for piece in pieces if piece
     )
 
 
@@ -172,12 +165,8 @@ def after_thoughts(
     grammar: Grammar, style: ThoughtStyle, marks: Mapping[str, int], *, thinking: bool, calls: bool
 ) -> Grammar | None:
     """The language of thoughts and then of what a grammar describes; None where the two cannot be told apart.
-
-    Args:
-        marks: As for `call_grammar`.
-        thinking: The prompt has begun a thought; else there may be one.
-        calls: The grammar is of calls, which have their own marks.
-    """
+    Args: marks: as for `call_grammar`. thinking: the prompt has begun a thought; else there may be one. calls: the
+    grammar is of calls, which have their own marks."""
     write, text = functools.partial(_written, marks), grammar.text
     end = write(style.end)
     if grammar.kind == "gbnf" or not end.startswith("<["):
@@ -191,6 +180,4 @@ def after_thoughts(
         answer = f"%lark {{\n{text}\n}}"
     thought = f"{_ANY_TEXT} {end} /[ \\t\\r\\n]{{0,2}}/"
     thought = thought if thinking else f"({write(style.begin)} {thought})?"
-    return Grammar(
-        "lark", f"start: {thought} {'' if calls else write(style.answer)} answer\nanswer: {answer}"
-    )
+    return Grammar("lark", f"start: {thought} {'' if calls else write(style.answer)} answer\nanswer: {answer}")

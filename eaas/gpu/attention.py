@@ -47,9 +47,6 @@ FAR = 1 << 30  # a window that hides nothing
 LOG2_E = 1.4426950408889634
 
 
-# ---- work, made on the host
-
-
 @dataclass(frozen=True, kw_only=True)
 class Work:
     """What one step's attention is made of.
@@ -118,9 +115,6 @@ def plan_work(positions: np.ndarray, seqs: np.ndarray, group: int, partials: int
     return Work(items=items, merges=merges)
 
 
-# ---- reference, in torch
-
-
 def attention_reference(
     queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor, seqs: Tensor, tables: Tensor, window: int,
 ) -> Tensor:  # fmt: skip
@@ -139,9 +133,6 @@ def attention_reference(
     return out
 
 
-# ---- wrapper
-
-
 @dataclass(frozen=True, kw_only=True)
 class Sums:
     """Room for the sums of splits that go through memory, and how many programs share the work.
@@ -149,7 +140,6 @@ class Sums:
     Attributes:
         values: float32 [partials, q_heads, head_dim].
         scales: float32 [partials, q_heads, 2]: maximum (as a power of two's exponent) and sum of the weights.
-        programs: Programs of a launch.
     """
 
     values: Tensor
@@ -224,9 +214,6 @@ def attention(
         KV_HEADS=kv_heads, GROUP=group, DIM=dim, GROUP_PAD=triton.next_power_of_2(group), DIM_PAD=dim_pad,
         INTERPRET=INTERPRET, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
-
-
-# ---- kernels
 
 
 @inlined

@@ -21,6 +21,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -29,7 +30,6 @@ from torch import Tensor
 
 from eaas.gpu import norm_rope, sampling
 from eaas.gpu.attention import QUERIES, Sums, attention
-from eaas.gpu.experts import DeviceExperts
 from eaas.gpu.gate import gate, parts_of
 from eaas.gpu.inputs import Part, Step, StepInputs
 from eaas.gpu.linear import linear
@@ -91,6 +91,35 @@ class _Size:
     graph: torch.cuda.CUDAGraph | None = field(default=None)
 
 
+class DeviceExperts(Protocol):
+    """Expert servers, through an `experts.gpu.client.GpuClient`; tests and benchmarks bring experts of their own.
+
+    Attributes:
+        stream: Where steps are to be launched, and what they read is written in their order; None: anywhere.
+    """
+
+    stream: torch.cuda.Stream | None
+
+    def begin(self, deadline_s: float) -> None:
+        """A step is about to be launched, whose calls end by then."""
+        ...
+
+    def enqueue(self, layer: int, rows: Tensor, ids: Tensor, weights: Tensor, n_rows: Tensor, out: Tensor) -> None:
+        """Launch what sums the experts of the first n_rows rows: nothing of it may wait for the host.
+
+        Args:
+            rows: bfloat16 [size, hidden].
+            ids: int32 [size, top_k]; weights float32 [size, top_k].
+            n_rows: int32 [1].
+            out: float32 [size, hidden], written.
+        """
+        ...
+
+    def end(self) -> StepReport:
+        """The step has run: what became of its calls."""
+        ...
+
+
 class GpuDecoder:
     """A model's attention side on one GPU, with a paged key-value cache. One thread at a time.
 
@@ -107,12 +136,9 @@ class GpuDecoder:
         """Upload the weights and take all memory that steps need.
 
         Args:
-            spec: The model.
             weights: By role (`eaas.model.loader.load_weights`), or on the device already.
             experts: Who computes routed experts; must outlive the decoder.
-            kv_blocks: Blocks of the cache.
             block_tokens: Positions per block, a multiple of 16.
-            max_rows: Most rows of one step.
             dtype: Of products, keys and values: bfloat16. The spec's where None.
             device: "cuda", or "cpu" in Triton's interpreter.
             double_batching: Run a step as two micro-batches that overlap; may be changed before sizes are warm.
@@ -207,7 +233,6 @@ class GpuDecoder:
         """As `step`, but choose tokens on the device: the logits of rows that it chooses for do not leave it.
 
         Args:
-            plan: What to run.
             rows: How to choose, an array of `eaas.native.SAMPLE_ROW`, one for each of plan.logits_rows. Whether the
                 device does is the row's own affair (`eaas.gpu.sampling.can_choose`), whoever else is in the step.
 
@@ -454,24 +479,18 @@ class GpuDecoder:
             self._mlp(layer.dense, rows, rows.added)
             return
         shares = {} if layer.shared_gate is None else {"share_weight": layer.shared_gate, "share": rows.share}
-        norm_rope.add_norm(
-            rows.x, layer.post_norm, count, spec.eps, out=rows.norm, low=rows.low, **residual, **shares
-        )
-        gate(
-            rows.norm, rows.low, layer.gate, layer.correction, spec.moe, self._scores, rows.ids, rows.weights, count
-        )  # fmt: skip
-        with self._streams.away() as sent:
+        norm_rope.add_norm(rows.x, layer.post_norm, count, spec.eps, out=rows.norm, low=rows.low, **residual, **shares)
+        gate(rows.norm, rows.low, layer.gate, layer.correction, spec.moe, self._scores, rows.ids, rows.weights, count)
+        with self._streams.away() as end:
             self._experts.enqueue(layer.moe_layer, rows.norm, rows.ids, rows.weights, count, rows.added)
-        rows.away = sent.event
+        rows.away = end
         scores = (parts_of(spec.hidden), rows.part.size, spec.moe.experts)
         self._record("gate", number, self._scores[: math.prod(scores)].view(scores), rows)
         self._record("experts", number, rows.ids, rows)
         if layer.shared is not None:
             self._mlp(layer.shared, rows, rows.shared)
 
-    def _finish(
-        self, last: LayerWeights | None, whole: Mapping[str, Tensor], pick: Tensor, count: Tensor
-    ) -> None:
+    def _finish(self, last: LayerWeights | None, whole: Mapping[str, Tensor], pick: Tensor, count: Tensor) -> None:
         """The final norm of picked rows, side by side in `_final`."""
         norm_rope.add_norm(
             whole["x"], self._weights.final_norm, count, self.spec.eps, out=self._final[: len(pick)], pick=pick,
@@ -495,9 +514,7 @@ class GpuDecoder:
 
     def _mlp(self, mlp: Mlp | None, rows: _Rows, out: Tensor) -> None:
         if mlp is None:
-            raise DecoderError(
-                "A layer has neither experts nor an MLP; its weights were not made by `upload`."
-            )
+            raise DecoderError("A layer has neither experts nor an MLP; its weights were not made by `upload`.")
         size, count = rows.part.size, rows.part.n_rows
         # Layers whose MLPs differ in width share one buffer.
         gate_up = rows.gate_up.reshape(-1)[: size * 2 * mlp.inner].view(size, 2 * mlp.inner)

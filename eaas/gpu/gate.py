@@ -39,9 +39,6 @@ def parts_of(hidden: int) -> int:
     return -(-hidden // PART_COLUMNS)
 
 
-# ---- wrappers
-
-
 def gate(
     norm: Tensor, low: Tensor, weight: Tensor, correction: Tensor | None, moe: MoeSpec, parts: Tensor,
     ids: Tensor, weights: Tensor, n_rows: Tensor,
@@ -52,7 +49,6 @@ def gate(
         norm, low: bfloat16 [rows, hidden].
         weight: bfloat16 [experts, hidden].
         correction: float32 [experts], or None.
-        moe: Rules of the choice.
         parts: float32, scratch of at least parts_of(hidden) * rows * experts elements.
         ids: int32 [rows, top_k], written: in falling order of choice.
         weights: float32 [rows, top_k], written.
@@ -90,9 +86,6 @@ def gate(
         GROUPS=moe.groups, GROUPS_PAD=triton.next_power_of_2(moe.groups), GROUPS_KEPT=moe.groups_topk,
         num_warps=max(1, padded // 256), enable_fp_fusion=False,
     )  # fmt: skip
-
-
-# ---- kernels
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -40,9 +40,7 @@ HEAD = 64
 COUNT_STRIDE = 4  # words: a count begins at a multiple of 16 bytes
 CHANGES = 512
 _FETCHED = 1024  # words that a program fetches
-_COUNTS = (
-    "rows", "rows 0", "rows 1", "items 0", "items 1", "merges 0", "merges 1", "logits", "choices", "changes",
-)  # fmt: skip
+_COUNTS = ("rows", "rows 0", "rows 1", "items 0", "items 1", "merges 0", "merges 1", "logits", "choices", "changes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,10 +90,8 @@ class StepInputs:
     """Inputs of one decoder's steps, and its block tables on the device.
 
     Args:
-        limits: Of the decoder.
         group: Query heads of a key head.
         most: Rows of its largest step.
-        device: Where it runs.
     """
 
     def __init__(self, limits: StepLimits, *, group: int, most: int, device: torch.device) -> None:
@@ -103,12 +99,7 @@ class StepInputs:
         self._group = group
         self._most = most
         self.partials = min(PARTIALS, most * -(-limits.max_positions // SPLIT_KEYS))
-        words = (
-            HEAD
-            + (4 + CHOICE_WORDS) * most
-            + 4 * CHANGES
-            + 2 * (4 * most + ITEM_WORDS * (most + self.partials))
-        )
+        words = HEAD + (4 + CHOICE_WORDS) * most + 4 * CHANGES + 2 * (4 * most + ITEM_WORDS * (most + self.partials))
         self._host = torch.zeros(words, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._words = self._host.numpy()
         self._device = torch.zeros(words, dtype=torch.int32, device=device)
@@ -178,9 +169,7 @@ class StepInputs:
         words[:HEAD] = 0
         for number, (begin, end) in enumerate(bounds):
             to = number * each
-            for place, array in (
-                (places.tokens, tokens), (places.positions, positions), (places.seqs, rows_of_tables),
-            ):  # fmt: skip
+            for place, array in ((places.tokens, tokens), (places.positions, positions), (places.seqs, rows_of_tables)):
                 words[place + to : place + to + end - begin] = array[begin:end]
             work = plan_work(positions[begin:end], rows_of_tables[begin:end], self._group, self.partials)
             for place, array in ((places.items[number], work.items), (places.merges[number], work.merges)):
@@ -241,9 +230,7 @@ class StepInputs:
         if len(row) > CHANGES:
             self.tables.copy_(self._tables_host)
             return rows, np.zeros((0, 4), dtype=np.int32)
-        return rows, np.stack([own[row], column, given[row, column], np.zeros_like(row)], axis=1).astype(
-            np.int32
-        )
+        return rows, np.stack([own[row], column, given[row, column], np.zeros_like(row)], axis=1).astype(np.int32)
 
 
 class _Places:
@@ -278,9 +265,6 @@ def fetch(host: Tensor, device: Tensor, most: int) -> None:
     """Launch a copy of int32 words in use, as the first of them counts, of at most so many."""
     grid = triton.cdiv(most, _FETCHED)
     fetch_kernel[(grid,)](host, device, BLOCK=_FETCHED, num_warps=4, enable_fp_fusion=False)
-
-
-# ---- kernels
 
 
 @triton.jit

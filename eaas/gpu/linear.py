@@ -134,13 +134,7 @@ def linear(x: torch.Tensor, weight: LinearWeight, out: torch.Tensor, n_rows: tor
         ValueError: a shape or type does not fit.
     """
     b = len(x)
-    if (
-        x.dtype != torch.bfloat16
-        or x.dim() != 2
-        or x.shape[1] != weight.k
-        or x.stride(1) != 1
-        or x.stride(0) % 8
-    ):
+    if x.dtype != torch.bfloat16 or x.dim() != 2 or x.shape[1] != weight.k or x.stride(1) != 1 or x.stride(0) % 8:
         raise ValueError(
             f"x is {x.dtype} {tuple(x.shape)} with strides {x.stride()}; bfloat16 [rows, {weight.k}], "
             "columns side by side and rows a multiple of 8 elements apart, is needed."

@@ -56,9 +56,6 @@ def check(name: str, tensor: Tensor, dtype: torch.dtype, *shape: int | None) -> 
         )
 
 
-# ---- references, in torch
-
-
 def add_norm_reference(x: Tensor, addend: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The sum, and its norm; in the type of x."""
     total = x + addend
@@ -70,9 +67,6 @@ def rotate_reference(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     low, high = x.chunk(2, -1)
     cosines, sines = cosines[:, None], sines[:, None]
     return torch.cat((low * cosines - high * sines, high * cosines + low * sines), -1)
-
-
-# ---- wrappers
 
 
 def embed(table: Tensor, tokens: Tensor, x: Tensor, n_rows: Tensor) -> None:
@@ -224,9 +218,6 @@ def place(
 
 def _warps(block: int) -> int:
     return 8 if block > 4096 else 4
-
-
-# ---- kernels
 
 
 @triton.jit(do_not_specialize_on_alignment=["tokens"])
@@ -385,14 +376,12 @@ def place_kernel(
         slot = (block * KV_HEADS + kv_head) * BLOCK_TOKENS + position % BLOCK_TOKENS
         to = slot * DIM + half
         low, high = _finish(
-            k, k_bias, k_norm, k_inverse, kv_head, cosine, sine, eps, clip,
-            DIM, NORM, CLIP, True, 1, 1, HALF_PAD,
-        )  # fmt: skip
+            k, k_bias, k_norm, k_inverse, kv_head, cosine, sine, eps, clip, DIM, NORM, CLIP, True, 1, 1, HALF_PAD
+        )
         tl.store(keys + to, to_bfloat16(low, INTERPRET), mask=half < DIM // 2)
         tl.store(keys + to + DIM // 2, to_bfloat16(high, INTERPRET), mask=half < DIM // 2)
         low, high = _finish(
-            v, v_bias, k_norm, k_inverse, kv_head, cosine, sine, eps, clip,
-            DIM, 0, CLIP, False, 1, 1, HALF_PAD,
-        )  # fmt: skip
+            v, v_bias, k_norm, k_inverse, kv_head, cosine, sine, eps, clip, DIM, 0, CLIP, False, 1, 1, HALF_PAD
+        )
         tl.store(values + to, to_bfloat16(low, INTERPRET), mask=half < DIM // 2)
         tl.store(values + to + DIM // 2, to_bfloat16(high, INTERPRET), mask=half < DIM // 2)

@@ -70,9 +70,6 @@ class Scratch:
         )
 
 
-# ---- plans, made on the host
-
-
 def can_choose(rows: np.ndarray) -> np.ndarray:
     """Which rows the device can choose for: bool, of an array of `eaas.native.SAMPLE_ROW`."""
     plain = (rows["repetition"] == 1) & (rows["presence"] == 0) & (rows["frequency"] == 0)
@@ -103,16 +100,10 @@ def choices_of(rows: np.ndarray, here: np.ndarray | None = None) -> np.ndarray:
     return words.view(np.int32)
 
 
-# ---- reference, in torch
-
-
 def greedy_reference(logits: Tensor) -> Tensor:
     """The highest logit of each row, the lowest id on a tie: int64 [rows]."""
     highest = logits.max(-1, keepdim=True).values
     return (logits == highest).int().argmax(-1)
-
-
-# ---- wrapper
 
 
 def choose(
@@ -139,9 +130,7 @@ def choose(
     check("status", status, torch.int32, rows)
     scanned, summed = -(-vocab // _SCANNED), -(-vocab // SUM_BLOCK)
     for name in ("highest", "lowest_at", "finite"):
-        check(
-            name, getattr(scratch, name), torch.float32 if name == "highest" else torch.int32, rows, scanned
-        )
+        check(name, getattr(scratch, name), torch.float32 if name == "highest" else torch.int32, rows, scanned)
     slots = min(rows, len(scratch.weights))
     check("weights", scratch.weights, torch.float32, slots, summed * SUM_BLOCK)
     check("sums", scratch.sums, torch.float32, slots, summed)
@@ -156,9 +145,6 @@ def choose(
         BLOCK=_WALKED, SUM_BLOCK=SUM_BLOCK, GREEDY_BELOW=GREEDY_BELOW,
         num_warps=8, enable_fp_fusion=False,
     )  # fmt: skip
-
-
-# ---- kernels
 
 
 @triton.jit
@@ -288,9 +274,7 @@ def keep_top_k(x, weights, vocab, top_k, highest, BLOCK: tl.constexpr):
     for base in range(0, vocab, BLOCK):
         token = base + tl.arange(0, BLOCK)
         value = tl.load(x + token, mask=token < vocab, other=0.0)
-        tl.store(
-            weights + token, tl.zeros([BLOCK], tl.float32), mask=(token < vocab) & (rank_of(value) < least)
-        )
+        tl.store(weights + token, tl.zeros([BLOCK], tl.float32), mask=(token < vocab) & (rank_of(value) < least))
     tl.debug_barrier()
 
 

@@ -4,16 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
-
-
-@dataclass(kw_only=True)
-class Sent:
-    """Work on the experts' stream: its end, once it has been launched."""
-
-    event: torch.cuda.Event | None = None
 
 
 class Streams:
@@ -28,27 +20,24 @@ class Streams:
             # Weights that came from elsewhere may still be on their way.
             self.stream.wait_stream(torch.cuda.current_stream(device))
 
-    @contextlib.contextmanager
-    def main(self) -> Iterator[None]:
+    def main(self) -> contextlib.AbstractContextManager[object]:
         """What is launched inside goes to the main stream."""
-        if self.stream is None:
-            yield
-            return
-        with torch.cuda.stream(self.stream):
-            yield
+        return torch.cuda.stream(self.stream)
 
     @contextlib.contextmanager
-    def away(self) -> Iterator[Sent]:
-        """What is launched inside comes after all of the main stream so far, and beside what follows there."""
-        sent = Sent()
+    def away(self) -> Iterator[torch.cuda.Event | None]:
+        """What is launched inside comes after all of the main stream so far, and beside what follows there.
+
+        The event, where there are streams, is its end, once it has been launched.
+        """
         if self.stream is None or self._experts is None:
-            yield sent
+            yield None
             return
         self._experts.wait_stream(self.stream)
         with torch.cuda.stream(self._experts):
-            yield sent
-            sent.event = torch.cuda.Event()
-            sent.event.record(self._experts)
+            end = torch.cuda.Event()
+            yield end
+            end.record(self._experts)
 
     def come_back(self, event: torch.cuda.Event | None) -> None:
         """The main stream goes on when that is done."""

@@ -33,18 +33,12 @@ RECORDED = KINDS[: KINDS.index("expert")]
 _BLOCK = 1024
 
 
-# ---- reference, in torch
-
-
 def statistics_reference(rows: Tensor) -> Tensor:
     """The four of each row, float64 [rows, 4]."""
     finite, rows = rows.isfinite(), rows.double().nan_to_num(0.0, 0.0, 0.0)
     count = finite.sum(-1).clamp(min=1)
     mean, square = rows.sum(-1) / count, rows.square().sum(-1) / count
     return torch.stack((mean, square.sqrt(), rows.abs().amax(-1), (~finite).sum(-1)), -1)
-
-
-# ---- wrappers
 
 
 def tap(
@@ -90,10 +84,8 @@ class Taps:
     """What one decoder's steps record: told by the host before each, fetched with its inputs.
 
     Args:
-        layers: Of the model.
         most: Rows of the largest step.
         piece: Rows of logits that are computed at once.
-        device: Where the decoder runs.
 
     Attributes:
         picked: int32 [most]: the recorded rows of the step's buffers, n_picked int32 [1] of them.
@@ -172,9 +164,6 @@ class Taps:
             source, numbers, n_rows, self._device[at : at + 1], self._statistics, self._frame,
             wide=kind == "logits", **more,
         )  # fmt: skip
-
-
-# ---- kernels
 
 
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["numbers", "place", "scale"])

@@ -16,7 +16,8 @@ from torch import Tensor
 from eaas.gpu.linear import LinearWeight, Scratch
 from eaas.model.families import tensors_of
 from eaas.model.spec import ModelSpec, QkNorm
-from eaas.worker.decoder import DecoderError, WeightsInvalid
+from eaas.worker.decoder import DecoderError, WeightsInvalid, weight_of
+from experts.gpu.weights import as_tensor
 
 Source = Callable[[str], Tensor]
 
@@ -151,18 +152,5 @@ class DeviceWeights:
 
 def source_of(weights: Mapping[str, np.ndarray]) -> Source:
     """Weights by role as `eaas.model.loader.load_weights` gives them: float32, or bfloat16 bits as uint16."""
-
-    def source(role: str) -> Tensor:
-        array = weights.get(role)
-        if array is None:
-            raise WeightsInvalid(f"Weight {role} is missing; the spec needs it.")
-        if array.dtype not in (np.float32, np.uint16):
-            raise WeightsInvalid(
-                f"Weight {role} is {array.dtype}; float32, or bfloat16 as uint16, is needed."
-            )
-        # A copy: a mapped checkpoint's rows lie at any byte and cannot be written.
-        if array.dtype == np.uint16:
-            return torch.from_numpy(np.array(array).view(np.int16)).view(torch.bfloat16)
-        return torch.from_numpy(np.array(array))
-
-    return source
+    # A copy: a mapped checkpoint's rows lie at any byte and cannot be written.
+    return lambda role: as_tensor(np.array(weight_of(weights, role)))

@@ -69,8 +69,8 @@ def connect(
         address: host:port of the pool's router; or the URL of a gateway, whose cluster's expert servers are used.
         model: Any with transformers' experts interface whose experts EaaS serves. Its own expert weights, if it has
             any, are not used.
-        checkpoint: Folder that the model was loaded from, to see that the pool serves the same; by default the one
-            that the model itself names. Where there is none, only the sizes are compared.
+        checkpoint: Folder that the model was loaded from, to see that the pool serves the same, and as which of its
+            models; by default the one that the model itself names. Where there is none, only the sizes are compared.
         transport: As the pool's: shm or nixl.
         tls_dir: Folder with ca.pem, cert.pem and key.pem of the role `client`, where the cluster has TLS.
         deadline_s: Longest wait of a layer for experts that are lost; then ExpertsLost is raised.
@@ -188,11 +188,9 @@ def _without_experts(model_class: type[PreTrainedModel]) -> type[PreTrainedModel
 
     def init(self: PreTrainedModel, config: Any, *arguments: Any, **options: Any) -> None:
         model_class.__init__(self, config, *arguments, **options)
-        modules = _with_experts_interface(self)
+        modules: list[Any] = [module for module in self.modules() if hasattr(module, "is_transposed")]
         if not modules:
-            raise ConnectFailed(
-                f"{model_class.__name__} has no experts that an implementation could compute."
-            )
+            raise ConnectFailed(f"{model_class.__name__} has no experts that an implementation could compute.")
         for module in modules:
             for parameter in list(module._parameters):
                 del module._parameters[parameter]
@@ -207,10 +205,6 @@ def _without_experts(model_class: type[PreTrainedModel]) -> type[PreTrainedModel
         "_keys_to_ignore_on_load_unexpected": [*ignored, EXPERT_TENSORS],
     }
     return type(model_class.__name__, (model_class,), body)
-
-
-def _with_experts_interface(model: torch.nn.Module) -> list[Any]:
-    return [module for _, module in model.named_modules() if hasattr(module, "is_transposed")]
 
 
 def _expert_modules(model: PreTrainedModel, shape: ExpertShape) -> list[torch.nn.Module]:
@@ -257,10 +251,7 @@ def _fingerprint(model: PreTrainedModel, checkpoint: str | Path | None) -> str:
 # A compiled model breaks its graph here: the rows leave this process.
 @torch.compiler.disable
 def experts_forward(
-    module: torch.nn.Module,
-    hidden_states: torch.Tensor,
-    top_k_index: torch.Tensor,
-    top_k_weights: torch.Tensor,
+    module: torch.nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
     """One layer's experts, as transformers' experts interface calls them.
 
@@ -288,11 +279,7 @@ def experts_forward(
 
 
 def _exchange(
-    hidden_states: torch.Tensor,
-    top_k_index: torch.Tensor,
-    top_k_weights: torch.Tensor,
-    pool: Pool,
-    layer: int,
+    hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor, pool: Pool, layer: int
 ) -> torch.Tensor:
     rows = hidden_states.detach().cpu()
     if rows.dtype is not torch.bfloat16:

@@ -85,14 +85,10 @@ def _without_experts(stock: Callable[..., Any]) -> Callable[..., Any]:
             *(source.fall_back_to_pt, source.allow_patterns_overrides),
         )
         if not safe:
-            raise Refused(
-                f"{source.model_or_path} holds no safetensors, which are all that is read beside a pool."
-            )
+            raise Refused(f"{source.model_or_path} holds no safetensors, which are all that is read beside a pool.")
         vllm_layer.compare(folder)
         if not loader.counter_before_loading_weights:
-            loader.counter_before_loading_weights = (
-                time.perf_counter()
-            )  # what it says of loading begins there
+            loader.counter_before_loading_weights = time.perf_counter()  # what it says of loading begins there
         for path in files:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118

@@ -56,11 +56,14 @@ def _join(options: PoolOptions, config: VllmConfig) -> Pool:
         shape = ExpertShape.from_config(model.hf_config.to_dict() | {"architectures": model.architectures})
         threads = _threads()
         _pool = connect(
-            options.router, shape=shape, transport=options.transport, tls=options.tls, threads=threads
+            options.router,
+            model=options.model,
+            shape=shape,
+            transport=options.transport,
+            tls=options.tls,
+            threads=threads,
         )
-        log.info(
-            "Experts come from the pool at %s: %d layers of %d.", _pool.router, shape.layers, shape.experts
-        )
+        log.info("Experts come from the pool at %s: %d layers of %d.", _pool.router, shape.layers, shape.experts)
     return _pool
 
 
@@ -69,9 +72,7 @@ def compare(folder: str) -> None:
     found = Checkpoint.open(folder).fingerprint
     if _pool is None or found != _pool.fingerprint:
         known = f"the pool at {_pool.router} serves {_pool.fingerprint[:16]}" if _pool else "it has no pool"
-        raise Refused(
-            f"{folder} holds the checkpoint {found[:16]}; {known}. Start a pool from the same files."
-        )
+        raise Refused(f"{folder} holds the checkpoint {found[:16]}; {known}. Start a pool from the same files.")
 
 
 def _threads() -> Threads:
@@ -90,9 +91,7 @@ def _threads() -> Threads:
 class PoolExperts(FusedMoEMethodBase):
     """How one layer computes its experts: it has no weights, and asks the pool."""
 
-    def __init__(
-        self, layer: RoutedExperts, prefix: str, moe: Any, options: PoolOptions, config: VllmConfig
-    ) -> None:
+    def __init__(self, layer: RoutedExperts, prefix: str, moe: Any, options: PoolOptions, config: VllmConfig) -> None:
         """Raises Refused, ConnectFailed."""
         super().__init__(moe)
         shape = _join(options, config).shape

@@ -30,11 +30,13 @@ class PoolOptions:
         router: host:port of the pool's router; of several, all with commas between.
         transport: As the pool's: shm or nixl.
         tls: Folder with ca.pem, cert.pem and key.pem of the role `client`; None: the pool has no TLS.
+        model: Its name at a pool of several; empty: the one of this shape.
     """
 
     router: str
     transport: str = "shm"
     tls: str | None = None
+    model: str = ""
 
     @classmethod
     def of(cls, config: VllmConfig) -> PoolOptions | None:
@@ -47,8 +49,8 @@ class PoolOptions:
             return cls(**found)
         except TypeError as error:
             raise Refused(
-                f'"eaas" in --additional-config is {found!r} ({error}). Give {{"router": "HOST:PORT"}}; "transport" and'
-                ' "tls" may stand beside it.'
+                f'"eaas" in --additional-config is {found!r} ({error}). Give {{"router": "HOST:PORT"}}; "transport",'
+                ' "tls" and "model" may stand beside it.'
             ) from error
 
 

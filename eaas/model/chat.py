@@ -106,45 +106,34 @@ class ChatTemplate:
         Raises:
             TemplateRefused: the template does not accept the messages.
         """
+        mark = ""
         if continue_final_message:
             # A word that stands nowhere else marks the end of the content, whatever the template puts around it.
             mark = secrets.token_hex(16)
             *before, last = messages
-            marked = [*before, {**last, "content": str(last.get("content") or "") + mark}]
-            text = self._rendered(marked, False, tools, options)
-            head, found, _ = text.rpartition(mark)
-            if not found:
-                raise TemplateRefused(
-                    "The chat template leaves out the last message, so it cannot be continued."
-                )
-            return head
-        return self._rendered(messages, add_generation_prompt, tools, options)
-
-    def _rendered(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        add_generation_prompt: bool,
-        tools: Sequence[Mapping[str, Any]] | None,
-        options: Mapping[str, Any] | None,
-    ) -> str:
+            messages = [*before, {**last, "content": str(last.get("content") or "") + mark}]
         names = {
             **self._special_tokens,
             **(options or {}),
             "messages": messages,
             "tools": tools,
             "documents": None,
-            "add_generation_prompt": add_generation_prompt,
+            "add_generation_prompt": add_generation_prompt and not continue_final_message,
         }
         try:
             with metered():
-                return self._template.render(names)
+                text = self._template.render(names)
         except TemplateError as error:
-            raise TemplateRefused(
-                f"The chat template refuses these messages: {error.message or error}."
-            ) from error
+            raise TemplateRefused(f"The chat template refuses these messages: {error.message or error}.") from error
         # The template is the model author's program over the client's data: what it trips over is refused.
         except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
             raise TemplateRefused(f"The chat template fails on these messages: {error}.") from error
+        if not mark:
+            return text
+        head, found, _ = text.rpartition(mark)
+        if not found:
+            raise TemplateRefused("The chat template leaves out the last message, so it cannot be continued.")
+        return head
 
 
 def _raise_exception(message: str) -> NoReturn:
@@ -163,9 +152,7 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     # Jinja's own escapes HTML, which models were not trained on.
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 class TooMuch(ValueError):
@@ -182,9 +169,7 @@ class _Meter:
     def spend(self, characters: int) -> None:
         self.left -= characters
         if self.left < 0:
-            raise TooMuch(
-                f"it puts together more than {MOST_CHARACTERS} characters; send fewer or shorter messages"
-            )
+            raise TooMuch(f"it puts together more than {MOST_CHARACTERS} characters; send fewer or shorter messages")
 
 
 _METER: ContextVar[_Meter] = ContextVar("_METER")
@@ -201,11 +186,7 @@ def metered() -> Iterator[None]:
 
 
 def step(characters: int) -> None:
-    """One step, whose body has so many characters of its own.
-
-    Raises:
-        TooMuch: the time or the budget is over.
-    """
+    """One step, whose body has so many characters of its own. Raises TooMuch: the time or the budget is over."""
     meter = _METER.get()
     meter.spend(characters + 16)
     if time.monotonic() > meter.end_s:
@@ -213,20 +194,12 @@ def step(characters: int) -> None:
 
 
 def concatenated(*values: Any) -> str:
-    """What Jinja's ``~`` makes, paid for.
-
-    Raises:
-        TooMuch: the budget is over.
-    """
+    """What Jinja's ``~`` makes, paid for. Raises TooMuch: the budget is over."""
     return "".join([shown(value) for value in values])
 
 
 def shown(value: Any) -> str:
-    """A value as a template shows it, paid for before it is made.
-
-    Raises:
-        TooMuch: the budget is over.
-    """
+    """A value as a template shows it, paid for before it is made. Raises TooMuch: the budget is over."""
     _METER.get().spend(_length(value))
     return str(value)
 
@@ -242,9 +215,7 @@ def _length(value: Any, most: int = MOST_CHARACTERS) -> int:
     for item in items:
         total += _ITEM + _length(item, most - total)
         if total > most:
-            raise TooMuch(
-                f"it puts together more than {MOST_CHARACTERS} characters; send fewer or shorter messages"
-            )
+            raise TooMuch(f"it puts together more than {MOST_CHARACTERS} characters; send fewer or shorter messages")
     return total
 
 
@@ -259,9 +230,7 @@ def limited(tree: nodes.Template) -> nodes.Template:
             if isinstance(value, nodes.Concat):
                 setattr(node, name, _call("concatenated", value.nodes))
             elif isinstance(value, list):
-                value[:] = [
-                    _call("concatenated", v.nodes) if isinstance(v, nodes.Concat) else v for v in value
-                ]
+                value[:] = [_call("concatenated", v.nodes) if isinstance(v, nodes.Concat) else v for v in value]
     return tree
 
 
@@ -319,7 +288,6 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         return formatted
 
     def call(self, context: Context, callee: Any, /, *values: Any, **named: Any) -> Any:  # pyright: ignore
-        """Call a function or a method."""
         owner = getattr(callee, "__self__", None)
         if not isinstance(owner, str):
             return super().call(context, callee, *values, **named)

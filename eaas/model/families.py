@@ -194,11 +194,7 @@ def spec_of(config: Mapping[str, Any], generation: Mapping[str, Any] | None = No
         intermediate=_count(config, "intermediate_size") if dense else 0,
         eps=positive(config, "rms_norm_eps", family.eps),
         rope=rope_of(
-            {"rope_parameters": family.rope, **config},
-            rotated,
-            max_model_len,
-            family.rope_theta,
-            family.rotated,
+            {"rope_parameters": family.rope, **config}, rotated, max_model_len, family.rope_theta, family.rotated
         ),
         max_model_len=max_model_len,
         qk_norm=family.qk_norm if normed else QkNorm.NONE,
@@ -227,9 +223,7 @@ def _latent(config: Mapping[str, Any]) -> Latent:
     )
 
 
-def _moe_spec(
-    config: Mapping[str, Any], family: Family, shape: ExpertShape, dense: frozenset[int]
-) -> MoeSpec:
+def _moe_spec(config: Mapping[str, Any], family: Family, shape: ExpertShape, dense: frozenset[int]) -> MoeSpec:
     groups, kept, scaling = (1, 1, 1.0)
     if family.groups:
         scaling = positive(config, "routed_scaling_factor", family.scaling_factor)
@@ -263,9 +257,7 @@ def _moe_spec(
 def unknown_fields(config: Mapping[str, Any]) -> tuple[str, ...]:
     """Fields that are set, yet neither honored nor known to have no effect: worth one warning."""
     known = _HONORED | _WITHOUT_EFFECT
-    return tuple(
-        sorted(name for name, value in config.items() if name not in known and value not in (None, False))
-    )
+    return tuple(sorted(name for name, value in config.items() if name not in known and value not in (None, False)))
 
 
 class TensorPlan(NamedTuple):
@@ -291,8 +283,9 @@ def tensors_of(spec: ModelSpec) -> dict[str, TensorPlan]:
     "L.shared_gate"; dense layers "L.dense_gate_proj", "L.dense_up_proj", "L.dense_down_proj".
     """
     table = {"embed": TensorPlan("model.embed_tokens.weight", (spec.vocab, spec.hidden))}
+    dense = _mlp("dense_", "mlp.", spec.hidden, spec.intermediate)
     for layer in range(spec.layers):
-        parts = _attention(spec) | (_dense(spec) if layer in spec.moe.dense_layers else _moe(spec))
+        parts = _attention(spec) | (dense if layer in spec.moe.dense_layers else _moe(spec))
         for role, (name, shape) in parts.items():
             table[f"{layer}.{role}"] = TensorPlan(f"model.layers.{layer}.{name}", shape)
     table["final_norm"] = TensorPlan("model.norm.weight", (spec.hidden,))
@@ -337,18 +330,14 @@ def _attention(spec: ModelSpec) -> _Parts:
         "post_norm": ("post_attention_layernorm.weight", (hidden,)),
     }
     if spec.qkv_bias:
-        parts |= {
-            f"{x}_bias": (f"self_attn.{x}_proj.bias", (size,)) for x, size in (("q", q), ("k", kv), ("v", kv))
-        }
+        parts |= {f"{x}_bias": (f"self_attn.{x}_proj.bias", (size,)) for x, size in (("q", q), ("k", kv), ("v", kv))}
     if spec.o_bias:
         parts["o_bias"] = ("self_attn.o_proj.bias", (hidden,))
     if spec.sinks:
         parts["sinks"] = (FAMILIES[spec.architecture].sinks, (spec.q_heads,))
     if spec.qk_norm is not QkNorm.NONE:
         sizes = (spec.head_dim, spec.head_dim) if spec.qk_norm is QkNorm.HEAD else (q, kv)
-        parts |= {
-            f"{x}_norm": (f"self_attn.{x}_norm.weight", (size,)) for x, size in zip("qk", sizes, strict=True)
-        }
+        parts |= {f"{x}_norm": (f"self_attn.{x}_norm.weight", (size,)) for x, size in zip("qk", sizes, strict=True)}
     return parts
 
 
@@ -366,10 +355,6 @@ def _moe(spec: ModelSpec) -> _Parts:
     return parts
 
 
-def _dense(spec: ModelSpec) -> _Parts:
-    return _mlp("dense_", "mlp.", spec.hidden, spec.intermediate)
-
-
 def _mlp(role: str, name: str, hidden: int, inner: int) -> _Parts:
     return {
         f"{role}gate_proj": (f"{name}gate_proj.weight", (inner, hidden)),
@@ -382,28 +367,20 @@ def _head_dim(config: Mapping[str, Any], family: Family, hidden: int, q_heads: i
     if config.get("head_dim") is not None:
         head_dim = _count(config, "head_dim")
         if not family.head_dim and head_dim * q_heads != hidden:
-            raise ConfigInvalid(
-                f"config.json: head_dim is {head_dim}; this family has hidden_size / heads only."
-            )
+            raise ConfigInvalid(f"config.json: head_dim is {head_dim}; this family has hidden_size / heads only.")
         return head_dim
     if hidden % q_heads:
-        raise ConfigInvalid(
-            f"config.json: hidden_size {hidden} is no multiple of the {q_heads} heads; give head_dim."
-        )
+        raise ConfigInvalid(f"config.json: hidden_size {hidden} is no multiple of the {q_heads} heads; give head_dim.")
     return hidden // q_heads
 
 
 def _windows(config: Mapping[str, Any], family: Family, layers: int, max_model_len: int) -> tuple[int, ...]:
     kinds = config.get("layer_types")
     if kinds is not None and (not isinstance(kinds, list) or len(kinds) != layers):
-        raise ConfigInvalid(
-            f"config.json: layer_types is {kinds!r}; one word for each of {layers} layers is needed."
-        )
+        raise ConfigInvalid(f"config.json: layer_types is {kinds!r}; one word for each of {layers} layers is needed.")
     known = {"full_attention", "sliding_attention"}
     if kinds is not None and not set(kinds) <= known:
-        raise ConfigInvalid(
-            f"config.json: layer_types holds {sorted(set(kinds) - known)}; known are {sorted(known)}."
-        )
+        raise ConfigInvalid(f"config.json: layer_types holds {sorted(set(kinds) - known)}; known are {sorted(known)}.")
     switched_on = family.window in ("all", "alternate", "late") or (
         bool(family.window) and _flag(config, "use_sliding_window", False)
     )
@@ -416,9 +393,7 @@ def _windows(config: Mapping[str, Any], family: Family, layers: int, max_model_l
             slid = range(0, min(layers, _count(config, "max_window_layers", 28)), 2)
         elif family.window == "late":
             slid = range(_count(config, "max_window_layers", 62), layers)
-        kinds = kinds or [
-            "sliding_attention" if i in slid and window else "full_attention" for i in range(layers)
-        ]
+        kinds = kinds or ["sliding_attention" if i in slid and window else "full_attention" for i in range(layers)]
         slides = [kind == "sliding_attention" for kind in kinds]
         if any(slides) and not window:
             raise ConfigInvalid(

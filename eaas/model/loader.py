@@ -55,16 +55,12 @@ def resolve_model(name: str | Path) -> Path:
         return folder.resolve()
     if text == DEMO:
         if not (_DEMO_FOLDER / "config.json").is_file():
-            raise ModelNotFound(
-                f"The built-in model is missing from {_DEMO_FOLDER}. Install the package again."
-            )
+            raise ModelNotFound(f"The built-in model is missing from {_DEMO_FOLDER}. Install the package again.")
         return _DEMO_FOLDER
     if folder.is_dir():
         raise ModelNotFound(f"{folder} holds no config.json, so it is not a model folder.")
     if isinstance(name, Path) or not _HUB_ID.fullmatch(text):
-        raise ModelNotFound(
-            f"{text} is neither a model folder, nor 'demo', nor a hub id like 'Qwen/Qwen3-30B-A3B'."
-        )
+        raise ModelNotFound(f"{text} is neither a model folder, nor 'demo', nor a hub id like 'Qwen/Qwen3-30B-A3B'.")
     return _download(text)
 
 
@@ -130,8 +126,7 @@ def stored_weight(checkpoint: Checkpoint, scheme: Scheme, role: str, plan: Tenso
     shape, dtype = checkpoint.shape(plan.name), checkpoint.dtype(plan.name)
     if shape != plan.shape:
         raise CheckpointInvalid(
-            f"{checkpoint.directory}: {plan.name} has shape {list(shape)}, config.json needs"
-            f" {list(plan.shape)}."
+            f"{checkpoint.directory}: {plan.name} has shape {list(shape)}, config.json needs {list(plan.shape)}."
         )
     if dtype not in _SERVED_DTYPES:
         raise CheckpointInvalid(

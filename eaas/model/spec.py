@@ -108,11 +108,7 @@ class MoeSpec:
     shared_gate: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse nonsense.
-
-        Raises:
-            ConfigInvalid: sizes that cannot be.
-        """
+        """Refuse nonsense. Raises ConfigInvalid: sizes that cannot be."""
         if not 0 < self.top_k <= self.experts:
             raise ConfigInvalid(
                 f"A token takes {self.top_k} experts of {self.experts}; 1 to {self.experts} are possible."
@@ -122,9 +118,7 @@ class MoeSpec:
                 f"{self.experts} experts, {self.groups} groups of which {self.groups_topk}: impossible."
             )
         if self.groups_topk * (self.experts // self.groups) < self.top_k:
-            raise ConfigInvalid(
-                f"{self.groups_topk} of {self.groups} groups hold fewer than {self.top_k} experts."
-            )
+            raise ConfigInvalid(f"{self.groups_topk} of {self.groups} groups hold fewer than {self.top_k} experts.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,15 +164,9 @@ class ModelSpec:
     latent: Latent | None = None
 
     def __post_init__(self) -> None:
-        """Refuse nonsense.
-
-        Raises:
-            ConfigInvalid: sizes that cannot be.
-        """
+        """Refuse nonsense. Raises ConfigInvalid: sizes that cannot be."""
         if self.q_heads % self.kv_heads:
-            raise ConfigInvalid(
-                f"{self.q_heads} query heads cannot share {self.kv_heads} key-value heads evenly."
-            )
+            raise ConfigInvalid(f"{self.q_heads} query heads cannot share {self.kv_heads} key-value heads evenly.")
         if self.head_dim % 2 or not 0 < len(self.rope.inv_freq) <= self.head_dim // 2:
             raise ConfigInvalid(
                 f"Heads of {self.head_dim} with {len(self.rope.inv_freq)} rope frequencies; an even size and at most"
@@ -190,16 +178,12 @@ class ModelSpec:
                 " rotated: at most 576, and an even number, are served."
             )
         if len(self.sliding_window) != self.layers:
-            raise ConfigInvalid(
-                f"{len(self.sliding_window)} sliding windows are given for {self.layers} layers."
-            )
+            raise ConfigInvalid(f"{len(self.sliding_window)} sliding windows are given for {self.layers} layers.")
         wrong = sorted(layer for layer in self.moe.dense_layers if not 0 <= layer < self.layers)
         if wrong:
             raise ConfigInvalid(f"Dense layers {wrong} do not exist; there are {self.layers} layers.")
         if self.moe.dense_layers and not self.intermediate:
-            raise ConfigInvalid(
-                f"Layers {sorted(self.moe.dense_layers)} are dense, but intermediate_size is missing."
-            )
+            raise ConfigInvalid(f"Layers {sorted(self.moe.dense_layers)} are dense, but intermediate_size is missing.")
 
     def context(self, wanted: int | None) -> int:
         """Tokens of the context where so many are wanted; None: all that the model has.
@@ -210,9 +194,7 @@ class ModelSpec:
         if wanted is None:
             return self.max_model_len
         if not 1 <= wanted <= self.max_model_len:
-            raise ConfigInvalid(
-                f"--max-model-len {wanted} asked for; this model has 1 to {self.max_model_len}."
-            )
+            raise ConfigInvalid(f"--max-model-len {wanted} asked for; this model has 1 to {self.max_model_len}.")
         return wanted
 
     @property
@@ -255,11 +237,7 @@ class ModelSpec:
 
 
 def rope_of(
-    config: Mapping[str, Any],
-    head_dim: int,
-    max_model_len: int,
-    default_theta: float,
-    share: float | None = None,
+    config: Mapping[str, Any], head_dim: int, max_model_len: int, default_theta: float, share: float | None = None
 ) -> Rope:
     """Read `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (before).
 
@@ -277,14 +255,10 @@ def rope_of(
         raise ConfigInvalid(f"config.json: {source} is {given!r}; an object is needed.")
     scaling = cast("Mapping[str, Any]", given)
     if any(isinstance(value, Mapping) for value in scaling.values()):
-        raise ConfigInvalid(
-            f"config.json: {source} differs by layer type; only one for all layers is served."
-        )
+        raise ConfigInvalid(f"config.json: {source} differs by layer type; only one for all layers is served.")
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind not in ROPE_TYPES:
-        raise ConfigInvalid(
-            f"config.json: rope type {kind!r} is not served. Known are {', '.join(ROPE_TYPES)}."
-        )
+        raise ConfigInvalid(f"config.json: rope type {kind!r} is not served. Known are {', '.join(ROPE_TYPES)}.")
     given_share = scaling.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     if given_share is None:
         given_share = positive(config, "rotary_dim", share * head_dim) / head_dim if share else 1.0
@@ -310,9 +284,7 @@ def rope_of(
     elif kind == "llama3":
         inv_freq = _llama3(inv_freq, scaling, source, max_model_len)
     elif kind == "yarn":
-        inv_freq, attention_factor, all_dim_factor = _yarn(
-            inv_freq, float(theta), scaling, source, max_model_len
-        )
+        inv_freq, attention_factor, all_dim_factor = _yarn(inv_freq, float(theta), scaling, source, max_model_len)
     return Rope(
         kind=kind,
         theta=float(theta),
@@ -322,17 +294,13 @@ def rope_of(
     )
 
 
-def _llama3(
-    inv_freq: list[float], scaling: Mapping[str, Any], source: str, max_model_len: int
-) -> list[float]:
+def _llama3(inv_freq: list[float], scaling: Mapping[str, Any], source: str, max_model_len: int) -> list[float]:
     factor = _number(scaling, "factor", source)
     low = _number(scaling, "low_freq_factor", source)
     high = _number(scaling, "high_freq_factor", source)
     original = _number(scaling, "original_max_position_embeddings", source, default=max_model_len)
     if high <= low:
-        raise ConfigInvalid(
-            f"config.json: {source} has high_freq_factor {high} and low_freq_factor {low}; high > low."
-        )
+        raise ConfigInvalid(f"config.json: {source} has high_freq_factor {high} and low_freq_factor {low}; high > low.")
     out: list[float] = []
     for frequency in inv_freq:
         turns = original * frequency / (2 * math.pi)  # over the original context
@@ -369,10 +337,8 @@ def _yarn(
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, size - 1)
     span = high - low if high != low else 0.001
-    out: list[float] = []
-    for i, frequency in enumerate(inv_freq):
-        slow = min(max((i - low) / span, 0.0), 1.0)
-        out.append(frequency / factor * slow + frequency * (1 - slow))
+    slow = [min(max((i - low) / span, 0.0), 1.0) for i in range(len(inv_freq))]
+    out = [frequency / factor * part + frequency * (1 - part) for frequency, part in zip(inv_freq, slow, strict=True)]
     all_dim = _number(scaling, "mscale_all_dim", source) if scaling.get("mscale_all_dim") else 0.0
     return out, attention_factor, magnitude(all_dim)
 
@@ -381,9 +347,7 @@ def _number(scaling: Mapping[str, Any], field: str, source: str, default: float 
     return positive(scaling, field, default, f"config.json: {source} has {field} ")
 
 
-def positive(
-    fields: Mapping[str, Any], field: str, default: float | None = None, found: str | None = None
-) -> float:
+def positive(fields: Mapping[str, Any], field: str, default: float | None = None, found: str | None = None) -> float:
     """A number above 0 of a configuration; the default where it is not given.
 
     Args:

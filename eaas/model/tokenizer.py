@@ -60,9 +60,7 @@ class Tokenizer:
         config: What tokenizer_config.json says.
     """
 
-    def __init__(
-        self, rust: RustTokenizer, template: ChatTemplate | None, config: Mapping[str, Any] = {}
-    ) -> None:
+    def __init__(self, rust: RustTokenizer, template: ChatTemplate | None, config: Mapping[str, Any] = {}) -> None:
         self._rust = rust
         self.config = config
         special_tokens = _special_tokens(config)
@@ -79,7 +77,9 @@ class Tokenizer:
         self._byte_fallback = '"ByteFallback"' in json.dumps(decoder)
         self._known: dict[int, str | bytes] = {}
         self.most_bytes: int | None = None
-        if self._byte_level and pipeline.get("normalizer") is None and not any(map(_strips, added.values())):
+        # It takes any number of spaces around it.
+        strips = any(entry.lstrip or entry.rstrip for entry in added.values())
+        if self._byte_level and pipeline.get("normalizer") is None and not strips:
             names = rust.get_vocab(with_added_tokens=True)
             # A byte is a character in the names of byte-level tokens; the names of added ones are their texts.
             self.most_bytes = max((len(name.encode()) for name in names), default=1)
@@ -120,38 +120,14 @@ class Tokenizer:
         text = text.encode(errors="replace").decode()
         return self._rust.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
-    def render_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        options: Mapping[str, Any] | None = None,
-        source: str | None = None,
-    ) -> str:
-        """The text of a conversation, special tokens included where the template writes them; arguments as
-        ChatTemplate.render.
-
-        Args:
-            source: Another template than the model's own.
-
-        Raises:
-            TemplateRefused: there is no chat template, or it does not accept the messages.
-        """
+    def template(self, source: str | None = None) -> ChatTemplate:
+        """The model's own chat template, or another. Raises TemplateRefused: there is none, or it makes no sense."""
         template = self._template if source is None else self._others(source)
         if template is None:
             raise TemplateRefused("This model has no chat template. Use /v1/completions.")
-        return template.render(
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            tools=tools,
-            options=options,
-        )
+        return template
 
     def decode(self, tokens: Sequence[int], *, skip_special: bool = True) -> str:
-        """Text of a whole sequence."""
         return self._rust.decode(list(tokens), skip_special_tokens=skip_special)
 
     @property
@@ -209,11 +185,6 @@ def _bytes_of(token: str) -> bytes:
     return token.encode()
 
 
-def _strips(added: Any) -> bool:
-    # It takes any number of spaces around it.
-    return added.lstrip or added.rstrip
-
-
 class _ByteLevelDetokenizer:
     """Exact and cheap: each token is bytes, and Python keeps an incomplete character back.
 
@@ -258,9 +229,8 @@ class _ByteLevelDetokenizer:
 class _WindowDetokenizer:
     """For any decoder: decode a short window twice and take the difference.
 
-    The window begins with the tokens given out last, so that what a decoder does to the first token of a
-    text (such as dropping its space) happens in both. A run of byte tokens is decoded as one, hence kept
-    back until it ends.
+    The window begins with the tokens given out last, so that what a decoder does to the first token of a text (such as
+    dropping its space) happens in both. A run of byte tokens is decoded as one, hence kept back until it ends.
     """
 
     def __init__(self, rust: RustTokenizer, skipped: frozenset[int], byte_fallback: bool) -> None:

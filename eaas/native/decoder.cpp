@@ -108,8 +108,7 @@ void lay_out_layer(Decoder& d, Layer& layer, Arena& arena) {
 void lay_out_scratch(Decoder& d, Arena& arena) {
     const DecoderShape& s = d.shape;
     const uint64_t rows = s.max_rows, element = d.element_bytes();
-    const uint32_t inter =
-        s.dense_intermediate > s.shared_intermediate ? s.dense_intermediate : s.shared_intermediate;
+    const uint32_t inter = std::max(s.dense_intermediate, s.shared_intermediate);
     d.x = arena.take<float>(rows * s.hidden);
     d.normed_f32 = arena.take<float>(rows * s.hidden);
     d.normed = arena.take(rows * s.hidden * element);
@@ -149,16 +148,14 @@ void lay_out(Decoder& d, Arena& arena) {
     for (Layer& layer : d.layers) layer.cache = arena.take(s.kv_blocks * d.block_bytes);
 }
 
-// Rows that fit one pass over the keys come together; longer runs of one sequence are cut into several
-// groups.
+// Rows that fit one pass over the keys come together; longer runs of one sequence are cut into several groups.
 void group_rows(Decoder& d, const DecoderPlan& plan) {
     // Latent attention has one key-value head, whose query heads the lanes divide.
     const uint32_t queries = d.shape.q_heads / (d.shape.kv_rank ? d.lanes : d.shape.kv_heads);
     const uint32_t most = queries >= kQueries ? 1 : queries ? kQueries / queries : kQueries;
     d.groups.clear();
     for (uint32_t row = 0; row < plan.rows; ++row) {
-        const bool joins =
-            row && d.groups.back().rows < most && plan.sequences[row] == plan.sequences[row - 1];
+        const bool joins = row && d.groups.back().rows < most && plan.sequences[row] == plan.sequences[row - 1];
         if (joins)
             ++d.groups.back().rows;
         else

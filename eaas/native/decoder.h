@@ -1,5 +1,4 @@
-// The decoder: one step over the rows of many sequences, from token ids to logits, in native code. Plain C
-// ABI.
+// The decoder: one step over the rows of many sequences, from token ids to logits, in native code. Plain C ABI.
 //
 // A step is SPMD over the lanes of one LanePool. Bits: a row's logits depend only on its own sequence's
 // tokens up to it, the weights and the numerics class; not on batch, chunk, paging or lanes. A step that

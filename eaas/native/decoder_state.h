@@ -21,8 +21,7 @@ class Arena {
         if (base_) munmap(base_, mapped_);
     }
 
-    // Runs `layout(*this)` twice: once to count, once to hand out zeroed memory. False: the host has too
-    // little.
+    // Runs `layout(*this)` twice: once to count, once to hand out zeroed memory. False: the host has too little.
     template <class Layout>
     bool build(Layout layout) {
         layout(*this);
@@ -86,9 +85,7 @@ struct Mlp {
     uint8_t* gate_up = nullptr;
     Packed down;
     uint32_t intermediate = 0;
-    uint32_t gate_up_tiles() const {
-        return (intermediate + EXPERTS_GATE_UP_COLUMNS - 1) / EXPERTS_GATE_UP_COLUMNS;
-    }
+    uint32_t gate_up_tiles() const { return (intermediate + EXPERTS_GATE_UP_COLUMNS - 1) / EXPERTS_GATE_UP_COLUMNS; }
 };
 
 struct Layer {
@@ -178,9 +175,7 @@ struct Decoder {
     uint32_t qkv_width() const { return q_width() + kv_width() + (shape.kv_rank ? shape.q_rank : kv_width()); }
     // Of one value in the cache, and of what all heads give to the output projection.
     uint32_t value_width() const { return shape.kv_rank ? shape.kv_rank : shape.head_dim; }
-    uint32_t out_width() const {
-        return shape.q_heads * (shape.kv_rank ? shape.value_dim : shape.head_dim);
-    }
+    uint32_t out_width() const { return shape.q_heads * (shape.kv_rank ? shape.value_dim : shape.head_dim); }
     uint64_t subtile_bytes() const { return eaas::subtile_elements(shape.head_dim, value_width()) * element_bytes(); }
 };
 

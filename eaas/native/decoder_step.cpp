@@ -81,8 +81,7 @@ void embed(const Lane& lane) {
     }
 }
 
-// Norms of `count` rows of the residual stream, as products read them. `pick` names them; null: rows
-// 0..count-1.
+// Norms of `count` rows of the residual stream, as products read them. `pick` names them; null: rows 0..count-1.
 const uint8_t* normed(const Lane& lane, const float* weight, uint32_t count, const int32_t* pick) {
     const Decoder& d = lane.d;
     const bool few = count < kFewRows;
@@ -106,14 +105,12 @@ void product(const Lane& lane, const Packed& weight, const void* x, uint32_t row
 }
 
 // This lane's columns of `weight` times x, plus the bias where there is one, added to the residual stream.
-void product_to_residual(const Lane& lane, const Packed& weight, const void* x, uint32_t rows,
-                         const float* bias) {
+void product_to_residual(const Lane& lane, const Packed& weight, const void* x, uint32_t rows, const float* bias) {
     const Decoder& d = lane.d;
     const Span tiles = lane.share(weight.tiles());
     product(lane, weight, x, rows, d.out, lane.s.hidden, tiles.begin, tiles.end);
     const uint32_t begin = tiles.begin * EXPERTS_TILE_ROWS;
-    const uint32_t end =
-        tiles.end * EXPERTS_TILE_ROWS < lane.s.hidden ? tiles.end * EXPERTS_TILE_ROWS : lane.s.hidden;
+    const uint32_t end = std::min(tiles.end * EXPERTS_TILE_ROWS, lane.s.hidden);
     for (uint32_t row = 0; begin < end && row < rows; ++row) {
         const uint64_t at = static_cast<uint64_t>(row) * lane.s.hidden + begin;
         if (bias) d.ops->add_scaled(d.out + at, bias + begin, 1.0f, end - begin);
@@ -154,8 +151,7 @@ void clip(float* x, uint32_t n, float bound) {
 // Where the cache holds a row's position, for key-value head 0.
 uint8_t* subtile_of(const Lane& lane, const Layer& layer, uint32_t row) {
     const uint32_t position = static_cast<uint32_t>(lane.plan.positions[row]), size = lane.s.block_tokens;
-    const int32_t* table =
-        lane.plan.tables + static_cast<uint64_t>(lane.plan.sequences[row]) * lane.plan.table_blocks;
+    const int32_t* table = lane.plan.tables + static_cast<uint64_t>(lane.plan.sequences[row]) * lane.plan.table_blocks;
     return layer.cache + static_cast<uint64_t>(table[position / size]) * lane.d.block_bytes +
            position % size / kSubtile * lane.d.subtile_bytes();
 }
@@ -169,8 +165,7 @@ void scale_query(const Lane& lane, float* head) {
     for (uint32_t i = 0; i < lane.s.head_dim; ++i) head[i] *= lane.s.query_scale;
 }
 
-// Bias, norm, clip and rotation of one row's heads [head0, head1) of k and their heads of q; keys and values
-// stored.
+// Bias, norm, clip and rotation of one row's heads [head0, head1) of k and their heads of q; keys and values stored.
 void prepare(const Lane& lane, const Layer& layer, uint32_t row, uint32_t head0, uint32_t head1) {
     const Decoder& d = lane.d;
     const DecoderShape& s = lane.s;
@@ -210,8 +205,7 @@ void prepare(const Lane& lane, const Layer& layer, uint32_t row, uint32_t head0,
 }
 
 // Attention of one group of rows through the query heads [head0, head1), which share a key-value head.
-void attend_group(const Lane& lane, const Layer& layer, const RowGroup& group, uint32_t head0,
-                  uint32_t head1) {
+void attend_group(const Lane& lane, const Layer& layer, const RowGroup& group, uint32_t head0, uint32_t head1) {
     const Decoder& d = lane.d;
     const DecoderShape& s = lane.s;
     const uint32_t dim = s.head_dim, value_dim = d.value_width();
@@ -220,8 +214,7 @@ void attend_group(const Lane& lane, const Layer& layer, const RowGroup& group, u
     attend.value_dim = value_dim;
     attend.dtype = s.dtype;
     attend.cache = layer.cache;
-    attend.table =
-        lane.plan.tables + static_cast<uint64_t>(lane.plan.sequences[group.row]) * lane.plan.table_blocks;
+    attend.table = lane.plan.tables + static_cast<uint64_t>(lane.plan.sequences[group.row]) * lane.plan.table_blocks;
     attend.block_tokens = s.block_tokens;
     attend.block_bytes = d.block_bytes;
     attend.head_bytes = head0 / (s.q_heads / s.kv_heads) * d.head_bytes;
@@ -253,8 +246,7 @@ void attend_group(const Lane& lane, const Layer& layer, const RowGroup& group, u
 void attend_part(const Lane& lane, const Layer& layer, const std::vector<RowGroup>& groups) {
     const Decoder& d = lane.d;
     const auto cost = [&](const RowGroup& group) {
-        return group.rows *
-               (static_cast<uint64_t>(lane.plan.positions[group.row + group.rows - 1]) + kKeyTile);
+        return group.rows * (static_cast<uint64_t>(lane.plan.positions[group.row + group.rows - 1]) + kKeyTile);
     };
     uint64_t total = 0, before = 0;
     for (const RowGroup& group : groups) total += cost(group) * lane.s.kv_heads;
@@ -326,8 +318,7 @@ void expand_values(const Lane& lane, const Layer& layer, uint32_t head) {
                          d.attended + (row * s.q_heads + head) * s.value_dim * element, s.value_dim);
 }
 
-void attend_latents(const Lane& lane, const Layer& layer, const uint8_t* normed,
-                    const std::vector<RowGroup>& groups) {
+void attend_latents(const Lane& lane, const Layer& layer, const uint8_t* normed, const std::vector<RowGroup>& groups) {
     const Decoder& d = lane.d;
     const Span rows = lane.share(lane.plan.rows), heads = lane.share(lane.s.q_heads);
     for (uint32_t row = rows.begin; row < rows.end; ++row) prepare_latents(lane, layer, row);
@@ -379,8 +370,7 @@ void attention(const Lane& lane, const Layer& layer) {
     lane.ended(PHASE_ATTEND);
     lane.barrier();
     if (lane.narrows(layer)) keep_wanted(lane);
-    product_to_residual(lane, layer.o, d.attended, lane.live_rows(layer),
-                        layer.has_o_bias ? layer.o_bias : nullptr);
+    product_to_residual(lane, layer.o, d.attended, lane.live_rows(layer), layer.has_o_bias ? layer.o_bias : nullptr);
     lane.barrier();
     record_share(lane, d.out, place_of(lane, TAP_ATTENTION, number_of(lane, layer)));
 }
@@ -401,8 +391,7 @@ void dense(const Lane& lane, const Layer& layer) {
     lane.barrier();
 }
 
-// Runs while the rows are away at the expert servers: the shared experts' output, apart from the residual
-// stream.
+// Runs while the rows are away at the expert servers: the shared experts' output, apart from the residual stream.
 void run_shared(void* arg, uint32_t index) {
     Step& step = *static_cast<Step*>(arg);
     const Lane lane = lane_of(step, index);
@@ -537,12 +526,10 @@ void add_shared(const Lane& lane, const Layer& layer) {
     const uint32_t rows = lane.live_rows(layer);
     const Span tiles = lane.share(layer.shared.down.tiles());
     const uint32_t begin = tiles.begin * EXPERTS_TILE_ROWS;
-    const uint32_t end =
-        tiles.end * EXPERTS_TILE_ROWS < lane.s.hidden ? tiles.end * EXPERTS_TILE_ROWS : lane.s.hidden;
+    const uint32_t end = std::min(tiles.end * EXPERTS_TILE_ROWS, lane.s.hidden);
     for (uint32_t row = 0; begin < end && row < rows; ++row) {
         const uint64_t at = static_cast<uint64_t>(row) * lane.s.hidden + begin;
-        d.ops->add_scaled(d.x + at, d.shared_out + at, lane.s.shared_gate ? d.shared_scale[row] : 1.0f,
-                          end - begin);
+        d.ops->add_scaled(d.x + at, d.shared_out + at, lane.s.shared_gate ? d.shared_scale[row] : 1.0f, end - begin);
     }
     lane.barrier();
 }

@@ -16,8 +16,7 @@ constexpr uint32_t kMaxHeadDim = 576;
 constexpr uint32_t kMaxExperts = 4096;
 constexpr uint32_t kSampleBlock = 1024;
 
-// Cache subtile of one key-value head: keys transposed [head_dim][16], then values [16][value_dim padded to
-// 16].
+// Cache subtile of one key-value head: keys transposed [head_dim][16], then values [16][value_dim padded to 16].
 inline uint64_t subtile_elements(uint32_t head_dim, uint32_t value_dim) {
     return static_cast<uint64_t>(kSubtile) * (head_dim + (value_dim + 15) / 16 * 16);
 }

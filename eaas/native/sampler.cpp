@@ -62,14 +62,18 @@ void penalise(const SampleRow& row, uint32_t vocab, std::vector<uint32_t>& count
     for (uint32_t i = 0; i < row.forbidden_count; ++i) x[static_cast<uint32_t>(row.forbidden[i])] = kNone;
 }
 
+double total_weight(uint32_t vocab, Scratch& scratch) {
+    eaas::current_ops()->block_sums(scratch.weights.data(), vocab, scratch.sums.data());
+    double total = 0;
+    for (uint32_t b = 0; b * eaas::kSampleBlock < vocab; ++b) total += scratch.sums[b];
+    return total;
+}
+
 // The chosen token's log-probability and the likeliest tokens', from untouched logits.
 void report(const SampleRow& row, const float* logits, uint32_t vocab, float top, uint32_t token,
             Scratch& scratch, float* logprob, uint32_t* rank, int32_t* top_ids, float* top_logprobs) {
     eaas::current_ops()->weights(logits, top, 1.0f, vocab, scratch.weights.data());
-    eaas::current_ops()->block_sums(scratch.weights.data(), vocab, scratch.sums.data());
-    double total = 0;
-    for (uint32_t b = 0; b * eaas::kSampleBlock < vocab; ++b) total += scratch.sums[b];
-    const double normaliser = std::log(total) + top;
+    const double normaliser = std::log(total_weight(vocab, scratch)) + top;
     *logprob = static_cast<float>(logits[token] - normaliser);
     const uint32_t wanted = std::min<uint32_t>(static_cast<uint32_t>(row.top_count), vocab);
     const auto better = [&](uint32_t a, uint32_t b) {
@@ -88,13 +92,6 @@ void report(const SampleRow& row, const float* logits, uint32_t vocab, float top
         top_ids[i] = static_cast<int32_t>(order[i]);
         top_logprobs[i] = static_cast<float>(logits[order[i]] - normaliser);
     }
-}
-
-double total_weight(uint32_t vocab, Scratch& scratch) {
-    eaas::current_ops()->block_sums(scratch.weights.data(), vocab, scratch.sums.data());
-    double total = 0;
-    for (uint32_t b = 0; b * eaas::kSampleBlock < vocab; ++b) total += scratch.sums[b];
-    return total;
 }
 
 // Zeroes the weights below the k-th highest logit.
@@ -135,8 +132,7 @@ void sort_ranks(std::vector<uint64_t>& ranks, std::vector<uint64_t>& other) {
     }
 }
 
-// Keeps the likeliest tokens while those before them sum to less than top_p of the total; always the
-// likeliest.
+// Keeps the likeliest tokens while those before them sum to less than top_p of the total; always the likeliest.
 void keep_top_p(const float* x, uint32_t vocab, float top_p, Scratch& scratch) {
     const double total = total_weight(vocab, scratch), wanted = total * top_p;
     // All tokens below this bound together weigh less than the share that goes.
@@ -151,8 +147,7 @@ void keep_top_p(const float* x, uint32_t vocab, float top_p, Scratch& scratch) {
         ranked.push_back(rank_of(x[i], i));
         mass[ranked.back() >> kTop] += weights[i];
     }
-    // Only the first digits that together surely hold the mass are sorted; the margin covers the rounding of
-    // sums.
+    // Only the first digits that together surely hold the mass are sorted; the margin covers the rounding of sums.
     if (ranked.empty()) return;
     uint64_t last = 0;
     // At least the first digit that anything has: the likeliest token stays, however small the share.
@@ -184,8 +179,7 @@ uint32_t draw(const SampleRow& row, uint32_t vocab, Scratch& scratch) {
     uint32_t last = 0;
     for (uint32_t base = 0; base < vocab; base += eaas::kSampleBlock) {
         const double after = passed + scratch.sums[base / eaas::kSampleBlock];
-        // The walk adds one by one, the block's sum pairwise: where the walk ends just short, its last token
-        // it is.
+        // The walk adds one by one, the block's sum pairwise: where the walk ends just short, its last token it is.
         for (uint32_t i = base; target < after && i < std::min(vocab, base + eaas::kSampleBlock); ++i) {
             if (weights[i] <= 0.0f) continue;
             last = i;
@@ -267,8 +261,7 @@ void sampler_philox(const uint32_t counter[4], const uint32_t key[2], uint32_t o
     uint32_t c[4] = {counter[0], counter[1], counter[2], counter[3]};
     uint32_t k0 = key[0], k1 = key[1];
     for (int round = 0; round < 10; ++round) {
-        const uint64_t a = static_cast<uint64_t>(0xD2511F53u) * c[0],
-                       b = static_cast<uint64_t>(0xCD9E8D57u) * c[2];
+        const uint64_t a = static_cast<uint64_t>(0xD2511F53u) * c[0], b = static_cast<uint64_t>(0xCD9E8D57u) * c[2];
         const uint32_t next[4] = {static_cast<uint32_t>(b >> 32) ^ c[1] ^ k0, static_cast<uint32_t>(b),
                                   static_cast<uint32_t>(a >> 32) ^ c[3] ^ k1, static_cast<uint32_t>(a)};
         std::copy(next, next + 4, c);

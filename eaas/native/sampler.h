@@ -1,5 +1,4 @@
-// From logits to tokens. Deterministic: a row's token depends on its logits and its SampleRow only. Plain C
-// ABI.
+// From logits to tokens. Deterministic: a row's token depends on its logits and its SampleRow only. Plain C ABI.
 //
 // Order, as vLLM has it: log-probabilities from the untouched logits; tokens that are not allowed, biases; repetition,
 // then frequency and presence penalties; forbidden tokens; temperature; min-p; top-k; top-p; one draw.

@@ -1,7 +1,6 @@
 """The command line: `eaas VERB`.
 
-Heavy imports stay inside the verbs, so that `eaas --help` answers at once and no process pays for another's
-libraries.
+Heavy imports stay inside the verbs, so that `eaas --help` answers at once and no process pays for another's libraries.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from eaas.ops.chaos.cli import chaos_app
 from eaas.ops.credentials import certs, keys_app
 from eaas.ops.inspection import inspect_app
 from eaas.ops.load.cli import load
-from eaas.ops.running import retire, roll, scale, status, top
-from eaas.ops.terminal import Json, console, failing_on
+from eaas.ops.running import models_app, retire, roll, scale, status, top
+from eaas.ops.terminal import READY, Json, console, failing_on
 
 if TYPE_CHECKING:
     from eaas.ops.planner import Hardware, Work
@@ -43,6 +42,7 @@ for verb in (status, scale, retire, roll, top, load, certs):
 app.add_typer(chaos_app, name="chaos")
 app.add_typer(keys_app, name="keys")
 app.add_typer(inspect_app, name="inspect")
+app.add_typer(models_app, name="models")
 
 
 def _tell_version(wanted: bool) -> None:
@@ -64,7 +64,6 @@ def every_verb(
     """
 
 
-_CONFIG_LIMIT_BYTES = 16 << 20
 T = TypeVar("T", bound="Options")
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
@@ -84,23 +83,27 @@ def serve(context: typer.Context) -> None:
 
     config = _own("serve", ClusterConfig, context.args)
     from eaas.cluster.local import LocalCluster
+    from eaas.gateway.dashboard.board import many
     from eaas.ops.starting import START_ERRORS, prepare_model, run_cluster, with_model
 
     def tell(cluster: LocalCluster) -> None:
         # What curl needs beside the address.
         needed = ' -H "authorization: Bearer $EAAS_API_KEY"' if config.asks_for_keys else ""
         admin = "https" if config.tls_dir else "http"
-        console.print(
-            f"[bold green]ready[/] {config.served_model_name} at {cluster.url}/v1 "
-            f"({config.experts} expert servers, {config.replicas} replicas), logs in {cluster.state_dir}. "
-            "Ctrl-C stops it. Try:\n"
-            f"  curl{needed} {cluster.url}/v1/completions -H 'content-type: application/json' "
-            f'-d \'{{"model": "{config.served_model_name}", "prompt": "ROMEO:", "max_tokens": 64}}\'\n'
-            f"  eaas status --url {cluster.url}"
-            + "".join(f"\nadmin: {admin}://{address}" for address in cluster.admin_addresses),
-            highlight=False,
-            soft_wrap=True,
+        names = [each.name for each in config.served]
+        said = (
+            f" {' and '.join(names)} at {cluster.url}/v1 "
+            f"({many(config.experts, 'expert server')}, {many(config.replicas, 'replica')}), "
+            f"logs in {cluster.state_dir}. Ctrl-C stops it. Try:\n"
+            + "".join(
+                f"  curl{needed} {cluster.url}/v1/completions -H 'content-type: application/json' "
+                f'-d \'{{"model": "{name}", "prompt": "ROMEO:", "max_tokens": 64}}\'\n'
+                for name in names
+            )
+            + f"  eaas status --url {cluster.url}"
+            + "".join(f"\nadmin: {admin}://{address}" for address in cluster.admin_addresses)
         )
+        console.print(READY + said, highlight=False, soft_wrap=True)
         if not config.experts:
             proof = f" --tls-dir {shlex.quote(str(config.tls_dir))}" if config.tls_dir else ""
             # Asked by the router's address, which needs no key of the gateway's.
@@ -131,15 +134,13 @@ def pool(context: typer.Context) -> None:
 
 
 def _show_event(text: str) -> None:
-    console.print(f"[dim]{text}[/]", highlight=False)
+    console.print(text, style="dim", markup=False, highlight=False)
 
 
 def _role(verb: str, text: str) -> None:
     """Add a verb that runs one role alone, for several hosts; the role itself reads its options."""
 
-    @app.command(
-        verb, context_settings=PASS_ON, add_help_option=False, help=f"{text} (`eaas {verb} --help`)."
-    )
+    @app.command(verb, context_settings=PASS_ON, add_help_option=False, help=f"{text} (`eaas {verb} --help`).")
     def run(context: typer.Context) -> None:
         from eaas.settings import ROLES
 
@@ -158,20 +159,15 @@ _role("launcher", "Carry out the router's orders for processes with a command or
 @app.command("plan")
 def plan_command(
     model: Annotated[str, typer.Argument(help="Folder with config.json, that file, or `demo`.")],
-    hardware: Annotated[
-        str, typer.Option(help="a100, h100, h200, h20, or a TOML file with the numbers of one.")
-    ],
+    hardware: Annotated[str, typer.Option(help="a100, h100, h200, h20, or a TOML file with the numbers of one.")],
     expert_hardware: Annotated[str, typer.Option(help="Of expert servers; default: the same.")] = "",
     tpot_ms: Annotated[float, typer.Option(help="Longest time for an output token.")] = 50.0,
     context: Annotated[
-        int | None,
-        typer.Option(min=1, help="Tokens before an output token, mean; default: 2048, or as many as fit."),
+        int | None, typer.Option(min=1, help="Tokens before an output token, mean; default: 2048, or as many as fit.")
     ] = None,
     devices: Annotated[int, typer.Option(min=1, max=512, help="Most devices in all.")] = 64,
     replicas: Annotated[int, typer.Option(min=1, help="Servers that hold each expert.")] = 2,
-    overlap: Annotated[
-        bool, typer.Option(help="Two half batches under way: one computes while one waits.")
-    ] = False,
+    overlap: Annotated[bool, typer.Option(help="Two half batches under way: one computes while one waits.")] = False,
     as_json: Json = False,
 ) -> None:
     """Say how many expert servers each attention worker needs, and whether two kinds of process pay at all.
@@ -203,37 +199,22 @@ def plan_command(
 
 
 def _read_work(model: str) -> Work:
-    """The work of a model, from its config.json alone: no weights are needed.
-
-    Args:
-        model: A folder with config.json, that file itself, or "demo".
-
-    Raises:
-        ValueError: not JSON. ModelNotFound: no such model. ConfigInvalid: it cannot be served.
-    """
+    """The work of a model, from its config.json alone: no weights are needed. Args: model: a folder with config.json,
+    that file itself, or "demo". Raises ValueError: not JSON. ModelNotFound: no such model. ConfigInvalid: it cannot be
+    served."""
     from eaas.model.families import spec_of
-    from eaas.model.loader import resolve_model
+    from eaas.model.loader import read_object, resolve_model
     from eaas.ops.planner import Work
 
     path = Path(model).expanduser()
     if not path.is_file():
         path = resolve_model(model) / "config.json"
-    try:
-        with path.open("rb") as file:
-            config = json.loads(file.read(_CONFIG_LIMIT_BYTES))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read as JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"{path}: an object is needed, found {type(config).__name__}")
-    return Work.of(spec_of(config))
+    return Work.of(spec_of(read_object(path) or {}))
 
 
 def _read_hardware(name: str) -> Hardware:
-    """A known device by its name, or one described by a TOML file with Hardware's fields.
-
-    Raises:
-        ValueError: neither; or a field is missing, unknown or no number.
-    """
+    """A known device by its name, or one described by a TOML file with Hardware's fields. Raises ValueError: neither;
+    or a field is missing, unknown or no number."""
     from eaas.ops.planner import KNOWN, Hardware
 
     if name in KNOWN:
@@ -277,9 +258,7 @@ def demo(
 
 @app.command()
 def doctor(
-    model: Annotated[
-        str, typer.Argument(help="Checkpoint folder, hub id, or `demo`; default: this machine.")
-    ] = "",
+    model: Annotated[str, typer.Argument(help="Checkpoint folder, hub id, or `demo`; default: this machine.")] = "",
     experts: Annotated[int, typer.Option(min=1, help="Of a model: expert servers.")] = 2,
     replicas: Annotated[int, typer.Option(min=1, help="Servers that hold each expert.")] = 2,
     redundant_experts: Annotated[int, typer.Option(min=0, help="Copies in each layer beyond those.")] = 0,
@@ -301,9 +280,7 @@ def doctor(
     if model:
         from eaas.ops.doctor_model import examine_model
 
-        findings = examine_model(
-            model, dtype=dtype, experts=experts, replicas=replicas, redundant=redundant_experts
-        )
+        findings = examine_model(model, dtype=dtype, experts=experts, replicas=replicas, redundant=redundant_experts)
     else:
         from eaas.ops.doctor import examine
 

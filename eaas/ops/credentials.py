@@ -1,12 +1,10 @@
 """What proves who somebody is: `eaas certs` makes a cluster's certificates, a CA of its own and one for each role;
-`eaas keys` makes and edits the file with the API keys of a gateway's clients.
-"""
+`eaas keys` makes and edits the file with the API keys of a gateway's clients."""
 
 from __future__ import annotations
 
 import datetime
 import ipaddress
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -14,7 +12,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from eaas.gateway.keys import MOST_KEYS, Key, KeysInvalid, digest_of, editing, new_key, read_keys
+from eaas.gateway.keys import MOST_KEYS, Key, KeysInvalid, digest_of, editing, new_key, read_keys, replace_file
 from eaas.ops.terminal import console, failing_on, table
 from experts.config import MOST_WEIGHT
 from router.access import CA, CERT, KEY, ROLES, role_uri, server_name
@@ -125,9 +123,7 @@ def make_certs(
                 x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]),
                 critical=False,
             )
-            .add_extension(
-                x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(identifier), critical=False
-            )
+            .add_extension(x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(identifier), critical=False)
             .sign(signing_key, hashes.SHA256())
         )
         at = folder / role / name if name else folder / role
@@ -142,30 +138,20 @@ def make_certs(
         authority = x509.load_pem_x509_certificate((folder / CA_FOLDER / CA).read_bytes())
         authority_key = serialization.load_pem_private_key((folder / CA_FOLDER / KEY).read_bytes(), None)
         if not isinstance(authority_key, ec.EllipticCurvePrivateKey):
-            raise CertsFailed(
-                f"{folder / CA_FOLDER / KEY} is no key of an elliptic curve; this CA is not ours."
-            )
+            raise CertsFailed(f"{folder / CA_FOLDER / KEY} is no key of an elliptic curve; this CA is not ours.")
         return [issue(role, authority_key) for role in roles]
     except (OSError, ValueError) as error:
         raise CertsFailed(f"{folder}: {error}") from error
 
 
 def _write(path: Path, content: bytes, *, secret: bool = False) -> None:
-    """Replace a file at once: who reads it meanwhile finds the old or the new, never a part."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700 if secret else 0o755)
-    partial = path.with_name(f".{path.name}.partial")
-    partial.unlink(missing_ok=True)
-    mode = 0o600 if secret else 0o644
-    with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
-        file.write(content)
-    partial.replace(path)
+    replace_file(path, content, 0o600 if secret else 0o644)
 
 
 def certs(
     folder: Annotated[Path, typer.Argument(help="Where they go; a CA that is there is used again.")],
-    role: Annotated[
-        list[str] | None, typer.Option(help=f"{', '.join(ROLES)}; default: all. Once for each.")
-    ] = None,
+    role: Annotated[list[str] | None, typer.Option(help=f"{', '.join(ROLES)}; default: all. Once for each.")] = None,
     name: Annotated[str, typer.Option(help="Which process of the role, such as 1; default: any.")] = "",
     host: Annotated[
         list[str] | None,
@@ -209,14 +195,11 @@ def new(
     ] = None,
     weight: Annotated[
         int | None,
-        typer.Option(
-            min=1, max=MOST_WEIGHT, help="Part that its name has where keys want more than there is."
-        ),
+        typer.Option(min=1, max=MOST_WEIGHT, help="Part that its name has where keys want more than there is."),
     ] = None,
     days: Annotated[float | None, typer.Option(min=0, help="Until it expires; default: never.")] = None,
     operator: Annotated[
-        bool,
-        typer.Option("--operator", help="May look at the cluster too: /metrics, /status, /dashboard ..."),
+        bool, typer.Option("--operator", help="May look at the cluster too: /metrics, /status, /dashboard ...")
     ] = False,
 ) -> None:
     """Make a key and print it, this once: only its hash is kept.
@@ -231,9 +214,7 @@ def new(
     Example: eaas keys new ./keys.json alice --rpm 60 --tpm 100000 --days 90
     """
     key = new_key()
-    expires = (
-        datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=days) if days is not None else None
-    )
+    expires = datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=days) if days is not None else None
     given = {"requests_per_minute": rpm, "tokens_per_minute": tpm, "weight": weight}
     with failing_on(*_REFUSED), editing(file) as keys:
         if len(keys) >= MOST_KEYS:
@@ -270,8 +251,7 @@ def list_keys(file: _File) -> None:
 
 @keys_app.command("revoke")
 def revoke(
-    file: _File,
-    which: Annotated[str, typer.Argument(help="A name: all its keys; or the first digits of one hash.")],
+    file: _File, which: Annotated[str, typer.Argument(help="A name: all its keys; or the first digits of one hash.")]
 ) -> None:
     """Take keys away: the gateway refuses them within two seconds."""
     with failing_on(*_REFUSED), editing(file) as keys:
@@ -279,9 +259,7 @@ def revoke(
         if not gone and len(which) >= 8:
             gone = [key for key in keys if key.sha256.startswith(which)]
         if not gone:
-            raise KeysInvalid(
-                f"{file} has no key of the name {which!r}, nor a hash that begins so (8 digits needed)"
-            )
+            raise KeysInvalid(f"{file} has no key of the name {which!r}, nor a hash that begins so (8 digits needed)")
         keys[:] = [key for key in keys if key not in gone]
     for key in gone:
         print(f"revoked {key.name} {key.sha256[:12]}")

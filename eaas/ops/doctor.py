@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from itertools import permutations
 from pathlib import Path
 
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from eaas.cluster.mps import CONTROL
 from eaas.ops.terminal import table
@@ -87,10 +87,7 @@ def _native() -> list[Finding]:
 
 def _transports() -> list[Finding]:
     shm, nixl = try_out("shm"), try_out("nixl")
-    findings = [
-        _tried("transport shm (one host)", shm, required=True),
-        _tried("transport nixl (between hosts)", nixl),
-    ]
+    findings = [_tried("transport shm (one host)", shm, required=True), _tried("transport nixl (between hosts)", nixl)]
     if nixl.usable:
         findings += [_tried(f"rail {rail}", try_out(f"nixl:{rail}")) for rail in _rails()]
     adapters = _names(Path("/sys/class/infiniband"))
@@ -197,8 +194,8 @@ def _torch() -> Finding:
 
 def report_table(findings: Sequence[Finding]) -> Table:
     """Findings as a table: usable, missing, or missing and needed."""
-    marks = {True: "[bold red]needed[/]", False: "[yellow]no[/]"}
+    marks = {True: Text("needed", "bold red"), False: Text("no", "yellow")}
     return table(
         ("", "what", "found"),
-        (("[green]yes[/]" if f.usable else marks[f.required], f.what, escape(f.found)) for f in findings),
+        ((Text("yes", "green") if f.usable else marks[f.required], f.what, f.found) for f in findings),
     )

@@ -35,15 +35,10 @@ _TOLD = 12  # tensors or faults that are named one by one
 _REFUSED = (ValueError, IsaUnavailable, NativeMissing)
 
 
-def examine_model(
-    model: str, *, dtype: str, experts: int, replicas: int, redundant: int = 0
-) -> list[Finding]:
+def examine_model(model: str, *, dtype: str, experts: int, replicas: int, redundant: int = 0) -> list[Finding]:
     """Look at a checkpoint as a cluster with these options, without GPUs, would load it. Only headers are read.
-
-    Args:
-        model: As for `resolve_model`.
-        experts, replicas, redundant: Expert servers, those that hold each expert, copies in each layer beyond them.
-    """
+    Args: model: as for `resolve_model`. experts, replicas, redundant: expert servers, those that hold each expert,
+    copies in each layer beyond them."""
     found: list[Finding] = []
     what = "checkpoint"
     try:
@@ -153,9 +148,7 @@ def _stored(checkpoint: Checkpoint) -> Finding:
     method = scheme_of(checkpoint.config).method
     nbytes = sum(path.stat().st_size for path in files)
     types = ", ".join(f"{_size(size)} {kind}" for kind, size in kinds.most_common())
-    text = f"{checkpoint.directory}: {_size(nbytes)}, files: {len(files)}; {types}" + f"; {method}" * bool(
-        method
-    )
+    text = f"{checkpoint.directory}: {_size(nbytes)}, files: {len(files)}; {types}" + f"; {method}" * bool(method)
     return _yes("checkpoint", text, files=len(files), bytes=nbytes)
 
 

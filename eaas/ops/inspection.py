@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import urlencode
 
 import typer
-from rich.table import Table
 
-from eaas.cluster.status import GatewayUnreachable, ask_gateway
+from eaas.cluster.status import GatewayRefused, GatewayUnreachable, ask_gateway
 from eaas.ops.terminal import DEFAULT_URL, Json, Url, console, failing_on, say, table
 
 inspect_app = typer.Typer(
@@ -20,6 +20,10 @@ inspect_app = typer.Typer(
 )
 _PATH = "/admin/inspect"
 _TIMEOUT_S = 10.0
+# Where several gateways share an address, a new connection goes to any of them, and one of them has the inspection.
+_ASKS = 32
+_Of = Annotated[str | None, typer.Option("--model", help="Of several models, this one; default: the gateway's own.")]
+_Id = Annotated[str | None, typer.Argument(metavar="[ID]", help="Default: that under way, else that begun last.")]
 
 
 @inspect_app.command()
@@ -33,27 +37,24 @@ def start(
     ],
     request: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Record the requests of these ids, which clients give as X-Request-Id or are told."
-        ),
+        typer.Option(help="Record the requests of these ids, which clients give as X-Request-Id or are told."),
     ] = None,
     share: Annotated[
         float | None,
         typer.Option(min=0, max=1, help="And this share of the others; default: all, or none if --request."),
     ] = None,
     statistics: Annotated[
-        bool,
-        typer.Option("--statistics", help="Mean, rms, greatest magnitude and non-finite count of each row."),
+        bool, typer.Option("--statistics", help="Mean, rms, greatest magnitude and non-finite count of each row.")
     ] = False,
     sink: Annotated[
         str, typer.Option(help="safetensors, npy, arrow, spans (statistics of traced requests) or views.")
     ] = "safetensors",
     policy: Annotated[
-        str,
-        typer.Option(help="Where the sink is too slow: drop-oldest, drop-newest, or block: serving waits."),
+        str, typer.Option(help="Where the sink is too slow: drop-oldest, drop-newest, or block: serving waits.")
     ] = "drop-oldest",
     ring_mb: Annotated[int, typer.Option(min=1, max=16384, help="MiB at each worker for what waits.")] = 256,
     for_s: Annotated[float, typer.Option(min=0.1, max=86400, help="Then it ends by itself.")] = 3600.0,
+    model: _Of = None,
     url: Url = DEFAULT_URL,
     as_json: Json = False,
 ) -> None:
@@ -74,20 +75,23 @@ def start(
         "policy": policy,
         "ring_bytes": ring_mb << 20,
         "for_s": for_s,
+        "model": model,
     }
-    _show(_asked(url, "POST", {name: value for name, value in body.items() if value is not None}), as_json)
+    with failing_on(GatewayUnreachable):
+        asked = {name: value for name, value in body.items() if value is not None}
+        _show(ask_gateway(url, _PATH, "POST", asked, _TIMEOUT_S), as_json)
 
 
 @inspect_app.command()
-def status(url: Url = DEFAULT_URL, as_json: Json = False) -> None:
+def status(id: _Id = None, model: _Of = None, url: Url = DEFAULT_URL, as_json: Json = False) -> None:
     """Show how the inspection goes, or how the last one went."""
-    _show(_asked(url, "GET"), as_json)
+    _show(_found(url, "GET", id, model), as_json)
 
 
 @inspect_app.command()
-def stop(url: Url = DEFAULT_URL, as_json: Json = False) -> None:
+def stop(id: _Id = None, model: _Of = None, url: Url = DEFAULT_URL, as_json: Json = False) -> None:
     """End the inspection; returns when workers have written what they have."""
-    _show(_asked(url, "DELETE"), as_json)
+    _show(_found(url, "DELETE", id or _found(url, "GET", None, model)["id"], model), as_json)
 
 
 @inspect_app.command()
@@ -111,26 +115,31 @@ def report(
     say(f"written: {out}")
 
 
-def _asked(url: str, method: str, body: Any = None) -> dict[str, Any]:
+def _found(url: str, method: str, id: str | None, model: str | None) -> dict[str, Any]:
+    """What the gateway answers that has the inspection; where none is named, that under way, else the last."""
+    path = f"{_PATH}?{urlencode({name: it for name, it in (('id', id), ('model', model)) if it})}"
+    found: list[dict[str, Any]] = []
     with failing_on(GatewayUnreachable):
-        return ask_gateway(url, _PATH, method, body, _TIMEOUT_S)
+        for left in reversed(range(_ASKS)):
+            try:
+                found.append(ask_gateway(url, path, method, timeout_s=_TIMEOUT_S))
+                if id or found[-1]["under_way"]:
+                    return found[-1]
+            except GatewayRefused:
+                if not left and not found:
+                    raise
+    return min(found, key=lambda state: state["age_s"])
 
 
 def _show(state: dict[str, Any], as_json: bool) -> None:
     if as_json:
         print(json.dumps(state))
-    else:
-        console.print(_table(state))
-
-
-def _table(state: dict[str, Any]) -> Table:
+        return
     title = f"{state['id']}, {'under way' if state['under_way'] else 'ended'}: {', '.join(state['taps'])}"
+    counts = ("produced", "delivered", "dropped")
     rows = [
-        [
-            worker["name"],
-            *(f"{worker[what]:,}" for what in ("produced", "delivered", "dropped")),
-            worker["fault"] or worker["folder"],
-        ]
-        for worker in state["workers"]
+        [it["name"], *(f"{it[what]:,}" for what in counts), ": ".join(filter(None, (it["folder"], it["fault"])))]
+        for it in state["workers"]
     ]
-    return table(["worker", "records", "delivered", "dropped", "folder, or what is wrong"], rows, title=title)
+    head = ["worker", "records", "delivered", "dropped", "folder, and what is wrong"]
+    console.print(table(head, rows, title=title))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import html
 import json
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
@@ -18,7 +19,7 @@ import numpy as np
 
 from eaas.gateway.dashboard.board import listed, many, share, visible
 from eaas.gateway.dashboard.compose import drift_of
-from eaas.model.loader import load_spec, load_weights, resolve_model
+from eaas.model.loader import load_spec, load_weights
 from eaas.model.tokenizer import Tokenizer
 from eaas.ops.top_picture import bars
 from eaas.worker.views import gate_entropy
@@ -59,14 +60,16 @@ class Row(NamedTuple):
 
 
 def logit_lens(folder: Path, model: Path, out: Path, most_rows: int) -> None:
-    """Write the report of an inspection's files, of its first `most_rows` rows, to `out`.
-
-    Raises:
-        LogitLensRefused: there are no files, or they hold no rows, or not those of this model.
-        CheckpointInvalid: a file of the inspection or of the model is unreadable.
-    """
+    """Write the report of an inspection's files, of its first `most_rows` rows, to `out`, for its owner's eyes alone.
+    Raises LogitLensRefused: there are no files, or they hold no rows, or not those of this model; or nothing can be
+    written there. CheckpointInvalid: a file of the inspection or of the model is unreadable."""
+    if not folder.is_dir():
+        raise LogitLensRefused(f"There is no folder {folder}. Give that of an inspection, which its start said.")
+    if out.is_dir() or not os.access(out if out.exists() else out.parent, os.W_OK):
+        raise LogitLensRefused(f"{out} cannot be written. Give --out a file in a folder that exists and is yours.")
     files = [SafetensorsFile(path) for path in sorted(folder.rglob("part-*.safetensors"))]
-    rows = _rows(folder, files)
+    checkpoint = Checkpoint.open(model)
+    rows = _rows(folder, files, checkpoint)
     taps = {name for file in files for name in file.entries}
     residuals, gates = (_layers(taps, kind) for kind in ("residual", "gate"))
     if not residuals and not gates:
@@ -75,8 +78,6 @@ def logit_lens(folder: Path, model: Path, out: Path, most_rows: int) -> None:
             "the taps layers.*.residual and layers.*.gate."
         )
     shown = rows[:most_rows]
-    model = resolve_model(model)
-    checkpoint = Checkpoint.open(model)
     tokenizer, spec = Tokenizer.load(model), load_spec(checkpoint)
 
     def text(token: int) -> str:
@@ -101,23 +102,31 @@ def logit_lens(folder: Path, model: Path, out: Path, most_rows: int) -> None:
         parts += _tables(shown, {layer: cells(layer) for layer in residuals}, text)
     if gates:
         parts += _entropies(shown, gates, spec.moe.experts)
+    # What was asked is in it, as in the files.
+    out.touch(0o600)
+    if out.is_file():
+        out.chmod(0o600)
     out.write_text(_PAGE.format(body="\n".join(parts)), encoding="utf-8")
 
 
-def _rows(folder: Path, files: Iterable[SafetensorsFile]) -> list[Row]:
+def _rows(folder: Path, files: Iterable[SafetensorsFile], checkpoint: Checkpoint) -> list[Row]:
     """All rows, by request and position. One that was computed twice is there once."""
     found: dict[tuple[str, int], Row] = {}
     for file in files:
         told: Mapping[str, str] = json.loads(file.header).get("__metadata__") or {}
         lacking = sorted({"request", "position", "token"} - file.entries.keys())
         if lacking or "requests" not in told:
-            raise LogitLensRefused(
-                f"{file.path} lacks {', '.join(lacking or ['requests'])}: no inspection wrote it."
-            )
+            raise LogitLensRefused(f"{file.path} lacks {', '.join(lacking or ['requests'])}: no inspection wrote it.")
         if told.get("keep") != "rows":
             raise LogitLensRefused(
                 f"{file.path} holds {told.get('keep')} of rows; the rows themselves are needed. Record again and "
                 "keep rows."
+            )
+        recorded = told.get("checkpoint", "")
+        if recorded and recorded != checkpoint.fingerprint:
+            raise LogitLensRefused(
+                f"{file.path} is of the model {told['model']}, checkpoint {recorded[:16]}; {checkpoint.directory} is "
+                f"checkpoint {checkpoint.fingerprint[:16]}. Give the one that was served: --model FOLDER."
             )
         names = json.loads(told["requests"])
         columns = (file.tensor(name).tolist() for name in ("request", "position", "token"))
@@ -147,9 +156,7 @@ def _recorded(rows: Sequence[Row], name: str, width: int) -> Iterator[tuple[list
         places = having[start : start + _AT_ONCE]
         x = np.stack([tensors[rows[place].file][rows[place].at] for place in places])
         if x.shape[1] != width:
-            raise LogitLensRefused(
-                f"{name} is {x.shape[1]} wide, the model {width}. Give the one that was served."
-            )
+            raise LogitLensRefused(f"{name} is {x.shape[1]} wide, the model {width}. Give the one that was served.")
         yield places, x
 
 
@@ -163,9 +170,7 @@ def _cell(logits: np.ndarray, came: int | None, text: Callable[[int], str]) -> s
     return f'<td style="--p:{parts[0]:.2f}" title="{title}">{text(best[0])} <small>{share(parts[0])}{rank}</small>'
 
 
-def _tables(
-    rows: Sequence[Row], cells: Mapping[int, Sequence[str]], text: Callable[[int], str]
-) -> Iterator[str]:
+def _tables(rows: Sequence[Row], cells: Mapping[int, Sequence[str]], text: Callable[[int], str]) -> Iterator[str]:
     yield "<p>What the model would say next after each layer, its probability, and the rank of what came.</p>"
     heads = "".join(f"<th>layer {layer}" for layer in cells)
     for request, places in groupby(range(len(rows)), key=lambda place: rows[place].request):
@@ -182,9 +187,7 @@ def _entropies(rows: Sequence[Row], layers: Iterable[int], experts: int) -> Iter
     for layer in layers:
         by_place: list[tuple[int, float]] = []
         for places, logits in _recorded(rows, f"layers.{layer}.gate", experts):
-            by_place += zip(
-                (rows[place].position for place in places), gate_entropy(logits).tolist(), strict=True
-            )
+            by_place += zip((rows[place].position for place in places), gate_entropy(logits).tolist(), strict=True)
         found = [value for _, value in sorted(by_place) if np.isfinite(value)]
         means = [float(part.mean()) for part in np.array_split(found, _BARS) if len(part)]
         mean, drift = float(np.mean(found)) if found else None, drift_of(found)

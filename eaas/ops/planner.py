@@ -144,11 +144,9 @@ class Work:
 
     def chosen(self, tokens: float) -> float:
         """Experts of a layer that some of the tokens choose, if all are equally popular."""
-        return (
-            self.experts * -math.expm1(tokens * math.log1p(-self.top_k / self.experts))
-            if self.top_k < self.experts
-            else self.experts
-        )
+        if self.top_k >= self.experts:
+            return self.experts
+        return self.experts * -math.expm1(tokens * math.log1p(-self.top_k / self.experts))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,14 +226,10 @@ class Plan:
 
 
 def plan(work: Work, attention: Hardware, expert: Hardware, task: Task) -> Plan:
-    """The best fleet of each kind, and which to run.
+    """The best fleet of each kind, and which to run. Args: attention, expert: devices of the two pools; the monolithic
+    fleet is tried on each.
 
-    Args:
-        attention, expert: Devices of the two pools; the monolithic fleet is tried on each.
-
-    Raises:
-        PlanInfeasible: neither kind can do it, or the model has no position left after the task's context.
-    """
+    Raises PlanInfeasible: neither kind can do it, or the model has no position left after the task's context."""
     # The output token needs a position too.
     if task.context > work.max_context - 1:
         raise PlanInfeasible(
@@ -248,9 +242,7 @@ def plan(work: Work, attention: Hardware, expert: Hardware, task: Task) -> Plan:
         for workers in range(1, task.devices - servers + 1)
     )
     whole = _best(
-        monolithic(work, device, task, count)
-        for device in {attention, expert}
-        for count in range(1, task.devices + 1)
+        monolithic(work, device, task, count) for device in {attention, expert} for count in range(1, task.devices + 1)
     )
     if split is None and whole is None:
         raise PlanInfeasible(_obstacle(work, attention, expert, task))
@@ -391,9 +383,7 @@ def _obstacle(work: Work, attention: Hardware, expert: Hardware, task: Task) -> 
             f"the dense weights need {work.dense_bytes / 1e9:.1f} GB and one sequence {one / 1e9:.1f} GB; an attention "
             f"worker has {attention.memory_bytes / 1e9:.0f} GB"
         )
-    return (
-        f"no batch meets {task.tpot_s * 1e3:g} ms for a token: allow more time, more devices or faster ones"
-    )
+    return f"no batch meets {task.tpot_s * 1e3:g} ms for a token: allow more time, more devices or faster ones"
 
 
 def as_dict(plan: Plan) -> dict[str, Any]:
@@ -418,9 +408,7 @@ def verdict(plan: Plan) -> str:
     else:
         devices = 0 if whole is None else whole.workers
         text = f"No: speed alone does not pay for two kinds of process; a monolithic fleet of {devices} does better."
-        text += (
-            f" Disaggregated, tokens for the price change by {plan.gain:+.0%}" if split is not None else ""
-        )
+        text += f" Disaggregated, tokens for the price change by {plan.gain:+.0%}" if split is not None else ""
     return f"{text.rstrip('.')}: {plan.why}."
 
 

@@ -1,6 +1,5 @@
 """Verbs that start a cluster: look at the model, pack its experts, start, and run until Ctrl-C; and the demonstration,
-in which an expert server dies in mid-stream and the text does not change.
-"""
+in which an expert server dies in mid-stream and the text does not change."""
 
 from __future__ import annotations
 
@@ -16,26 +15,21 @@ from dataclasses import replace
 from pathlib import Path
 from random import Random
 
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.text import Text
 
 from eaas import native
 from eaas.cluster.config import ClusterConfig, PoolConfig
-from eaas.cluster.local import LocalCluster
+from eaas.cluster.local import LocalCluster, entries_of
 from eaas.cluster.process import StartFailed, StateDirUnusable
 from eaas.cluster.status import fetch_status
+from eaas.gateway.dashboard.board import many
 from eaas.model.families import spec_of
 from eaas.model.loader import DEMO, resolve_model
 from eaas.model.tokenizer import Tokenizer, TokenizerInvalid
 from eaas.ops.load.client import Client, Endpoint
 from eaas.ops.load.record import StreamRecord
-from eaas.ops.terminal import console, failing_on, say, table
+from eaas.ops.terminal import READY, console, failing_on, say, table
 from experts.checkpoint import Checkpoint, CheckpointInvalid
 from experts.devices import Device
 from experts.formats import experts_dtype
@@ -45,6 +39,7 @@ from experts.native import IsaUnavailable
 from experts.pack import PackedExperts, PackUnavailable, layout_of
 from experts.pack import Progress as Packing
 from p2p.native import NativeMissing
+from router import child
 from router.tls import CredentialsInvalid
 from router.view import CLIENT
 
@@ -58,7 +53,10 @@ _LINE_EVERY_S = 10.0
 
 
 def with_model(config: ClusterConfig) -> ClusterConfig:
-    """The same with its model's folder and name. Raises ModelNotFound."""
+    """The same with the folders and names of its models. Raises ModelNotFound."""
+    if config.models:
+        found = (replace(each, path=resolve_model(str(each.path))) for each in config.served)
+        return replace(config, models=tuple(map(str, found)))
     asked = str(config.model)
     folder = resolve_model(asked)
     name = config.served_model_name or (asked if asked == DEMO else folder.name)
@@ -66,12 +64,10 @@ def with_model(config: ClusterConfig) -> ClusterConfig:
 
 
 def pack_experts(model: Path, dtype: str, devices: Sequence[str]) -> ExpertShape:
-    """Pack a model's experts, saying how far it is, so that every expert server of this host maps the same file.
+    """Pack a model's experts as servers on these devices read them, saying how far it is, so that all of this host map
+    the same file.
 
-    Args:
-        devices: Of the servers.
-
-    Raises: one of PACK_ERRORS, before any process has started.
+    Raises: one of PACK_ERRORS.
     """
     checkpoint = Checkpoint.open(model)
     shape = ExpertShape.from_config(checkpoint.config)
@@ -118,37 +114,33 @@ def _packing(layout: PackLayout) -> Iterator[Packing]:
 
 
 def prepare_model(config: ClusterConfig) -> None:
-    """Find what is wrong with a model before any process starts, and pack its experts once, so that every expert
-    server of the host maps the same file.
-    """
+    """Find what is wrong with the models before any process starts, and pack their experts once, so that every expert
+    server of the host maps the same files."""
     with failing_on(*PACK_ERRORS, TokenizerInvalid):
         # Here too, though others compute: what is wrong with it is said before any of them starts.
         native.load()
-        spec = spec_of(Checkpoint.open(config.model).config)
-        if spec.beyond_gpus and any(Device.parse(device).runs_kernels for device in config.device):
-            raise ConfigInvalid(
-                f"{spec.architecture} has {spec.beyond_gpus}, which GPUs do not compute. Serve it with --device cpu."
-            )
-        Tokenizer.load(config.model)
-        pack_experts(config.model, config.dtype, config.device)
+        entries_of(config)
+        for each in config.served:
+            spec = spec_of(Checkpoint.open(each.path).config)
+            if spec.beyond_gpus and any(Device.parse(device).runs_kernels for device in config.device):
+                raise ConfigInvalid(
+                    f"{spec.architecture} has {spec.beyond_gpus}, which GPUs do not compute. Serve it with --device "
+                    "cpu."
+                )
+            Tokenizer.load(each.path)
+        for each in config.served:
+            pack_experts(each.path, config.dtype, config.device)
 
 
 def run_cluster(
     config: ClusterConfig, *, show: Callable[[str], None], on_ready: Callable[[LocalCluster], None]
 ) -> None:
     """Run a cluster until SIGINT, SIGTERM or SIGHUP; one that comes while it starts ends it at once.
-
-    Args:
-        show: Gets a line for each event.
-        on_ready: Called once, when the cluster can answer.
-
-    Raises:
-        StartFailed, StateDirUnusable, CredentialsInvalid, ValueError: as LocalCluster does.
-    """
+    Args: show: gets a line for each event. on_ready: called once, when the cluster can answer. Raises StartFailed,
+    StateDirUnusable, CredentialsInvalid, ValueError: as LocalCluster does."""
     stop = threading.Event()
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    for number in numbers:
-        signal.signal(number, lambda *_: stop.set())
+    child.on_signals(stop.set, *numbers)
     cluster = LocalCluster(config, on_event=show)
     try:
         _start_or_stop(cluster, stop)
@@ -186,21 +178,24 @@ def _start_or_stop(cluster: LocalCluster, stop: threading.Event) -> None:
 def run_pool(options: PoolConfig, show: Callable[[str], None]) -> None:
     """Run the pool until Ctrl-C, and say how to connect. Raises: one of PACK_ERRORS or START_ERRORS."""
     config = with_model(options.cluster())
-    shape = pack_experts(config.model, config.dtype, config.device)
+    entries_of(config)
+    shapes = [(each, pack_experts(each.path, config.dtype, config.device)) for each in config.served]
 
     def tell(cluster: LocalCluster) -> None:
         tls = None if config.tls_dir is None else str(config.tls_dir / CLIENT)
         proof = f', tls_dir="{tls}"' if tls else ""
         options = {"router": cluster.router_address} | ({"tls": tls} if tls else {})
-        console.print(
-            f"[bold green]ready[/] {shape.layers} x {shape.experts} experts of {config.model.name} "
-            f"on {config.experts} servers, router at {cluster.router_address}, logs in {cluster.state_dir}. "
-            "Ctrl-C stops it. Connect:\n"
-            f"  vllm serve {config.model} --additional-config '{json.dumps({'eaas': options})}'\n"
-            f'  eaas.integrations.transformers.connect("{cluster.router_address}", model{proof})',
-            highlight=False,
-            soft_wrap=True,
+        held, ways = list[str](), ""
+        for it, shape in shapes:
+            held.append(f"{shape.layers} x {shape.experts} experts of {it.name}")
+            told = json.dumps({"eaas": options | ({"model": it.name} if config.models else {})})
+            ways += f"  vllm serve {it.path} --additional-config '{told}'\n"
+        said = (
+            f" {' and '.join(held)} on {many(config.experts, 'server')}, router at {cluster.router_address}, "
+            f"logs in {cluster.state_dir}. Ctrl-C stops it. Connect:\n{ways}"
+            f'  eaas.integrations.transformers.connect("{cluster.router_address}", model{proof})'
         )
+        console.print(READY + said, highlight=False, soft_wrap=True)
 
     run_cluster(config, show=show, on_ready=tell)
 
@@ -213,9 +208,7 @@ def run_demo(config: ClusterConfig, *, tokens: int, seed: int) -> bool:
     """
     kill_at = Random(seed).randrange(tokens // 4, tokens // 2)
     with LocalCluster(config, on_event=lambda _: None) as cluster:
-        console.print(
-            f"{config.experts} expert servers, each expert on {config.replicas}; the text without a fault:\n"
-        )
+        console.print(f"{config.experts} expert servers, each expert on {config.replicas}; the text without a fault:\n")
         calm = asyncio.run(complete(cluster.url, config.served_model_name, tokens))
         console.print(calm.text, style="dim", markup=False, highlight=False)
         members = fetch_status(cluster.url)["members"]
@@ -237,7 +230,7 @@ def run_demo(config: ClusterConfig, *, tokens: int, seed: int) -> bool:
     same = calm.pieces == killed.pieces
     rows = (
         ("tokens", str(tokens)),
-        ("equal, token for token", "[green]yes[/]" if same else "[red]NO[/]"),
+        ("equal, token for token", Text("yes", "green") if same else Text("NO", "red")),
         ("longest gap without a fault", f"{1e3 * max(calm.gaps_s, default=0.0):.1f} ms"),
         ("longest gap with the kill (the stall)", f"{1e3 * max(killed.gaps_s, default=0.0):.1f} ms"),
         ("all servers and replicas back after", f"{replacement_s:.2f} s"),
@@ -252,10 +245,7 @@ async def complete(
     url: str, model: str, tokens: int, after: int = 0, act: Callable[[int], None] = lambda pieces: None
 ) -> StreamRecord:
     """Stream one greedy completion of exactly `tokens` tokens; call `act` when more than `after` pieces have come.
-
-    Raises:
-        RuntimeError: the stream failed.
-    """
+    Raises RuntimeError: the stream failed."""
     asked = {"model": model, "prompt": _PROMPT, "max_tokens": tokens, "temperature": 0, "stream": True}
     client, record = Client(Endpoint.of_url(url), _ANSWER_LIMIT_S), StreamRecord(prompt=0, planned_s=0.0)
     stream = asyncio.create_task(client.stream(json.dumps(asked | {"ignore_eos": True}).encode(), record))

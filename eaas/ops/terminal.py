@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 Url = Annotated[str, typer.Option(help="Address of the gateway, as `eaas serve` prints it.")]
@@ -19,6 +20,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 # Into a pipe or a file whole: what is cut off to fit 80 columns cannot be copied.
 console = Console(width=None if sys.stdout.isatty() else 240)
 errors = Console(stderr=True)
+READY = Text.assemble(("ready", "bold green"))
 
 
 def fail(message: str) -> typer.Exit:
@@ -41,15 +43,13 @@ def say(text: str) -> None:
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-def table(
-    head: Sequence[str], rows: Iterable[Sequence[str]], *, title: str = "", figures: bool = False
-) -> Table:
-    """A table for the terminal. figures: columns after the first are numbers, and stand to the right."""
-    made = Table(title=title or None, title_justify="left")
+def table(head: Sequence[str], rows: Iterable[Sequence[Text | str]], title: str = "", figures: bool = False) -> Table:
+    """A table for the terminal; text as it is, no markup. figures: numbers after the first column, to the right."""
+    made = Table(title=escape(title) or None, title_justify="left")
     for place, heading in enumerate(head):
         made.add_column(heading, justify="right" if figures and place else "left")
     for row in rows:
-        made.add_row(*row)
+        made.add_row(*(escape(cell) if isinstance(cell, str) else cell for cell in row))
     return made
 
 
@@ -59,9 +59,7 @@ def takes(parameters: Mapping[str, tuple[Any, Any]]) -> Callable[[Callable[..., 
     def given(verb: Callable[..., None]) -> Callable[..., None]:
         verb.__signature__ = inspect.Signature(  # pyright: ignore[reportFunctionMemberAccess]
             [
-                inspect.Parameter(
-                    name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default
-                )
+                inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
                 for name, (annotation, default) in parameters.items()
             ]
         )

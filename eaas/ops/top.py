@@ -1,4 +1,4 @@
-"""`eaas top`: boards from a gateway's /dashboard/events, however often the connection ends, pictures out, six keys."""
+"""`eaas top`: boards from a gateway's /dashboard/events, however often the connection ends, pictures out, and keys."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import ClassVar
+from urllib.parse import quote
 
 import msgspec
 from rich.console import Group
@@ -21,7 +21,7 @@ from textual.events import Resize
 from textual.screen import ModalScreen
 from textual.widgets import Static
 
-from eaas.cluster.status import asking
+from eaas.cluster.status import asking, said_by
 from eaas.gateway.dashboard.board import BAD, GOOD, INFO, Board
 from eaas.ops.top_picture import SORTS, Show, clock, draw
 
@@ -32,7 +32,7 @@ _AGAIN_S = 1.0
 _LONGEST_LINE = 4 << 20
 _HELP = """\
 [b]Keys[/]   [b]q[/] quit   [b]p[/] pause and go on   [b]s[/] sort by number, load, state   [b]?[/] this
-         [b]e[/] experts that an inspection sees, by token   [b]l[/] its next layer
+         [b]e[/] experts that an inspection sees, by token   [b]l[/] its next layer   [b]m[/] next model
 
 [b]Top line[/]   ● whole: nothing to do   ▲ degraded: served, but look   ✕ down: not served
            below it: what is amiss, and → what to do about it
@@ -48,23 +48,12 @@ _HELP = """\
 """
 
 
-@dataclass(frozen=True, kw_only=True)
-class NoNews:
-    """The feed is broken. reason: in words; it is tried again."""
-
-    reason: str
-
-
 class FeedRefused(Exception):
     """The gateway gives no boards, and asking again would not help; the text says what to do."""
 
 
 def boards_in(lines: Iterable[bytes]) -> Iterator[Board]:
-    """Boards among the lines of an event stream.
-
-    Raises:
-        ValueError: data that is no board, or a line without end.
-    """
+    """Boards among the lines of an event stream. Raises ValueError: data that is no board, or a line without end."""
     for line in lines:
         if len(line) >= _LONGEST_LINE:
             raise ValueError(f"a line over {_LONGEST_LINE} bytes found, boards are shorter")
@@ -75,17 +64,20 @@ def boards_in(lines: Iterable[bytes]) -> Iterator[Board]:
 class Feed:
     """What the gateway at `url` has to show, until it is closed."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, model: str = "") -> None:
+        """Args: model: which of several is shown; empty: that with which the gateway was started."""
         base = url if "://" in url else f"http://{url}"
         self.url = base.rstrip("/").removesuffix("/v1") + "/dashboard/events"
+        self.url += f"?model={quote(model)}" if model else ""
         self._closed = threading.Event()
 
-    def news(self) -> Iterator[Board | NoNews]:
-        """Each board, and each time why there is none, until `close`.
+    def of(self, model: str) -> Feed:
+        """That of another model."""
+        return Feed(self.url.partition("/dashboard/")[0], model)
 
-        Raises:
-            FeedRefused: it is no gateway that has boards, or it wants a key.
-        """
+    def news(self) -> Iterator[Board | str]:
+        """Each board, and each time in words why there is none, until `close`. Raises FeedRefused: it is no gateway
+        that has boards, or it wants a key."""
         while not self._closed.is_set():
             try:
                 yield from self._boards()
@@ -97,14 +89,13 @@ class Feed:
                         "`eaas keys new FILE NAME --operator` made into EAAS_API_KEY."
                     ) from None
                 if error.code == 404:
-                    raise FeedRefused(
-                        f"{self.url} does not exist: what answers there is no EaaS gateway, or an older one."
-                    ) from None
+                    older = f"{self.url} does not exist: what answers there is no EaaS gateway, or an older one."
+                    raise FeedRefused(said_by(error) or older) from None
                 reason = f"the gateway answers {error.code}"
             except (OSError, ValueError) as error:
-                reason = "the gateway is silent" if isinstance(error, TimeoutError) else _words(error)
+                reason = _words(error)
             if not self._closed.is_set():
-                yield NoNews(reason=reason)
+                yield reason
             self._closed.wait(_AGAIN_S)
 
     def _boards(self) -> Iterator[Board]:
@@ -115,20 +106,14 @@ class Feed:
                 yield board
 
     def first(self, timeout_s: float) -> Board:
-        """The first board.
-
-        Raises:
-            FeedRefused: as `news`, or none came in time.
-        """
+        """The first board. Raises FeedRefused: as `news`, or none came in time."""
         end_s = time.monotonic() + timeout_s
         for news in self.news():
             if isinstance(news, Board):
                 return news
             if time.monotonic() > end_s:
                 break
-        raise FeedRefused(
-            f"no news from {self.url}: {news.reason}. Start a cluster with `eaas serve`, or give --url."
-        )
+        raise FeedRefused(f"no news from {self.url}: {news}. Start a cluster with `eaas serve`, or give --url.")
 
     def close(self) -> None:
         """Stop at the next line, or the next try."""
@@ -177,6 +162,7 @@ class Top(App[str]):
         Binding("s", "sort", "sort"),
         Binding("e", "gates", "experts"),
         Binding("l", "layer", "layer"),
+        Binding("m", "model", "model"),
         Binding("question_mark,h", "help", "help"),
     ]
 
@@ -196,7 +182,6 @@ class Top(App[str]):
         yield Static(id="picture")
 
     def on_mount(self) -> None:
-        """Begin to read."""
         self.read()
         self.set_interval(1.0, self.show)
         self.show()
@@ -207,17 +192,18 @@ class Top(App[str]):
 
     @work(thread=True, exit_on_error=False)
     def read(self) -> None:
-        """Follow the feed, on a thread."""
+        feed = self._feed
         try:
-            for news in self._feed.news():
-                self.call_from_thread(self.tell, news)
+            for news in feed.news():
+                # What comes late of another model is shown no more.
+                if feed is self._feed:
+                    self.call_from_thread(self.tell, news)
         except FeedRefused as error:
             self.call_from_thread(self.exit, str(error))
 
-    def tell(self, news: Board | NoNews) -> None:
-        """Take in what the feed says."""
-        if isinstance(news, NoNews):
-            self._broken = news.reason
+    def tell(self, news: Board | str) -> None:
+        if isinstance(news, str):
+            self._broken = news
         else:
             self._broken, self._told_s = "", time.monotonic()
             if not self.paused:
@@ -225,7 +211,6 @@ class Top(App[str]):
         self.show()
 
     def show(self) -> None:
-        """Draw."""
         board = self.board
         picture = self.query_one("#picture", Static)
         if board is None:
@@ -250,17 +235,14 @@ class Top(App[str]):
         return (f"paused at {clock(board.at_s)}", INFO) if self.paused else ("live", GOOD)
 
     def on_resize(self, event: Resize) -> None:
-        """Draw for the new size."""
         del event
         self.call_after_refresh(self.show)
 
     def action_pause(self) -> None:
-        """Hold the picture, or go on."""
         self.paused = not self.paused
         self.show()
 
     def action_sort(self) -> None:
-        """The next order."""
         self.sort = SORTS[(SORTS.index(self.sort) + 1) % len(SORTS)]
         self.show()
 
@@ -270,10 +252,15 @@ class Top(App[str]):
         self.show()
 
     def action_layer(self) -> None:
-        """The next layer of an inspection."""
         self.step += 1
         self.show()
 
+    def action_model(self) -> None:
+        if self.board is not None and (names := [n for n in self.board.models if n != self.board.gateway.model]):
+            later = [name for name in names if name > self.board.gateway.model]
+            self._feed.close()
+            self._feed = self._feed.of(min(later or names))
+            self.read()
+
     def action_help(self) -> None:
-        """Say what the glyphs mean."""
         self.push_screen(Help())

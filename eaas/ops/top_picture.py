@@ -58,8 +58,7 @@ _COLD, _HOT = (22, 38, 54), (62, 166, 255)
 @dataclass(frozen=True, kw_only=True)
 class Show:
     """How to show a board. news: what the feed is doing, in words; mood of it. sort: one of SORTS. gates: what an
-    inspection sees in place of the servers' heat. step: of its layers, counted on from the first, and around.
-    """
+    inspection sees in place of the servers' heat. step: of its layers, counted on from the first, and around."""
 
     width: int
     height: int
@@ -87,7 +86,7 @@ def draw(board: Board, show: Show) -> list[Text]:
     lines += _happenings(board, show, show.height - len(lines) - 1)
     lines = lines[: show.height - 1]
     lines += [Text("")] * (show.height - 1 - len(lines))
-    lines.append(_keys(show, inspected=board.inspection is not None))
+    lines.append(_keys(show, inspected=board.inspection is not None, several=len(board.models) > 1))
     for line in lines:
         line.truncate(show.width, overflow="ellipsis")
     return lines
@@ -117,11 +116,7 @@ def _rule(title: str, show: Show, right: str = "") -> Text:
 def _headline(board: Board, show: Show) -> Text:
     stale = show.mood == BAD
     # What was well may not be any more.
-    state = (
-        f"? NO NEWS, was {board.verdict}"
-        if stale
-        else f"{VERDICT_GLYPHS[board.verdict]} {board.verdict.upper()}"
-    )
+    state = f"? NO NEWS, was {board.verdict}" if stale else f"{VERDICT_GLYPHS[board.verdict]} {board.verdict.upper()}"
     verdict = Text(f" {state}  {' · '.join(board.facts)}")
     right = f"{clock(board.at_s)} UTC "
     verdict.truncate(max(0, show.width - len(right)), overflow="ellipsis", pad=True)
@@ -291,10 +286,8 @@ def _shades(heat: float) -> tuple[str, str]:
 def _busy(server: Server, wide: int) -> Text:
     if server.state == LOST:
         replacement = f"→ {server.replacement.rpartition('/')[2]}" if server.replacement else ""
-        text, style = (
-            replacement or ("lost" if wide >= 5 else "✕"),
-            _DIM if replacement else f"bold {_MOODS[BAD]}",
-        )
+        text = replacement or ("lost" if wide >= 5 else "✕")
+        style = _DIM if replacement else f"bold {_MOODS[BAD]}"
     elif server.state == "serving":
         text = share(server.busy) if wide >= 5 else _SPARKS[min(7, int(8 * (server.busy or 0)))]
         style = _MOODS[WARN] if (server.busy or 0) >= 0.9 else _INK
@@ -307,27 +300,17 @@ def _busy(server: Server, wide: int) -> Text:
 def _inspection(inspection: Inspection, show: Show, most: int) -> list[Text]:
     """At most so many lines, but six."""
     right = f"{number(inspection.produced)} records, {number(inspection.dropped)} dropped"
-    fault = (
-        [Text(f" {MOOD_GLYPHS[BAD]} {inspection.fault}", f"bold {_MOODS[BAD]}")] if inspection.fault else []
-    )
+    fault = [Text(f" {MOOD_GLYPHS[BAD]} {inspection.fault}", f"bold {_MOODS[BAD]}")] if inspection.fault else []
     if not inspection.layers:
-        return [
-            _rule(inspection.id, show, right),
-            *fault,
-            Text(" no gate was recorded yet, no experts", _DIM),
-        ]
+        return [_rule(inspection.id, show, right), *fault, Text(" no gate was recorded yet, no experts", _DIM)]
     at = show.step % len(inspection.layers)
     gate = inspection.layers[at]
     now = next((value for value in reversed(gate.entropy) if value is not None), None)
     drift = f", drift {100 * gate.drift:+.1f} points" if gate.drift is not None else ""
     by_layer = Text(" by layer ", _DIM)
     for place, one in enumerate(inspection.layers):
-        by_layer.append(
-            bars(one.entropy[-1:] or (None,)), f"bold {_MOODS[WARN]}" if place == at else "#3ea6ff"
-        )
-    curve = (
-        Text(" entropy  ", _DIM).append(bars(gate.entropy), "#3ea6ff").append(f" {share(now)}{drift}", _INK)
-    )
+        by_layer.append(bars(one.entropy[-1:] or (None,)), f"bold {_MOODS[WARN]}" if place == at else "#3ea6ff")
+    curve = Text(" entropy  ", _DIM).append(bars(gate.entropy), "#3ea6ff").append(f" {share(now)}{drift}", _INK)
     lines = [_rule(f"experts by token, layer {gate.layer}", show, right), *fault, by_layer, curve]
     together = " ".join(f"{a}+{b} ×{short(n)} " for a, b, n in gate.pairs)
     lines.append(Text(" together ", _DIM).append(together, _INK))
@@ -351,9 +334,7 @@ def _token_heat(gate: GateView, show: Show, rows: int) -> list[Text]:
         most = max(counts, default=0) or 1
         for count in counts:
             ink, back = _shades(count / most)
-            line.append(
-                f"{short(count) if count else '·'} ".rjust(wide), f"{ink} on {back}" if count else _DIM
-            )
+            line.append(f"{short(count) if count else '·'} ".rjust(wide), f"{ink} on {back}" if count else _DIM)
         lines.append(line)
     return lines
 
@@ -379,11 +360,12 @@ def _happening(happening: Happening, now_s: float, width: int) -> list[Text]:
     return [head.append(said[0], style), *(Text(" " * wide + more, style) for more in said[1:])]
 
 
-def _keys(show: Show, inspected: bool) -> Text:
+def _keys(show: Show, inspected: bool, several: bool) -> Text:
     line = Text(" ")
     middle = [("s", f"sort: {show.sort}")]
     if inspected:
         middle = [("e", "servers"), ("l", "layer")] if show.gates else [("s", "sort"), ("e", "experts")]
+    middle += [("m", "model")] if several else []
     for key, name in (("q", "quit"), ("p", "pause"), *middle, ("?", "help")):
         line.append(f" {key} ", "bold #06121d on #8b98a5").append(f" {name}  ", _DIM)
     right = f"{MOOD_GLYPHS[show.mood]} {'no news' if show.mood == BAD else show.news} "

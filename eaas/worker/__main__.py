@@ -32,13 +32,12 @@ from eaas.worker.loop import MOST_REST_S, STUCK_MARGIN_S, Worker
 from eaas.worker.protocol import Hello
 from eaas.worker.sinks import opened
 from eaas.worker.tls_listener import TlsListener
-from experts.backend import Backend, DeviceUnavailable
+from experts.backend import DeviceUnavailable
 from experts.checkpoint import Checkpoint
 from experts.client import ExpertClient
 from experts.devices import Device
 from experts.faults import CLIENT_FAULTS, SelfInflicted
 from experts.formats import experts_dtype
-from experts.kernels import numerics_class
 from experts.model import Dtype, ExpertShape
 from experts.native import IsaUnavailable
 from p2p import native as p2p_native
@@ -57,6 +56,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("eaas.attention")
 
+_LEAVE_S = 0.2
 # An orderly end is promised within a second; a step that waits for experts may take far longer.
 STUCK_STEP_S = 0.6
 # A loop that stands so long, while its process neither computes nor reads, hangs: it goes round 4 times a second
@@ -68,25 +68,16 @@ START_ERRORS = (
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket on an IP address.
-
-    Raises:
-        StartFailed: the port is taken, or is none.
-    """
+    """A listening socket on an IP address. Raises StartFailed: the port is taken, or is none."""
     family, both = (socket.AF_INET6, True) if ":" in host else (socket.AF_INET, False)
     try:
         return socket.create_server((host, port), family=family, backlog=128, dualstack_ipv6=both)
     except (OSError, OverflowError) as error:
-        raise StartFailed(
-            f"Port {port} cannot be used: {error}. Choose another with --port (0: any)."
-        ) from None
+        raise StartFailed(f"Port {port} cannot be used: {error}. Choose another with --port (0: any).") from None
 
 
 class Ending:
-    """Ends the process on SIGTERM, SIGINT or a fence: between two steps, or by force when a step is stuck.
-
-    A thread reads the signals from a socket, because Python's own way waits until native code returns.
-    """
+    """Ends the process on SIGTERM, SIGINT or a fence: between two steps, or by force when a step is stuck."""
 
     def __init__(self) -> None:
         self.asked = threading.Event()
@@ -94,11 +85,8 @@ class Ending:
         self._on_stop: Callable[[str], None] = lambda reason: None
         self._last_words: Callable[[], None] = lambda: None
         self._done = threading.Event()
-        self._read, self._write = socket.socketpair()
-        self._write.setblocking(False)
-        signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda number, frame: None)
+        self._wanted = threading.Event()
+        child.on_signals(self._wanted.set, signal.SIGTERM, signal.SIGINT)
         threading.Thread(target=self._wait, name="ending", daemon=True).start()
 
     def attach(self, on_stop: Callable[[str], None], last_words: Callable[[], None]) -> None:
@@ -111,11 +99,11 @@ class Ending:
         """The router has ended this membership: nothing that this process says counts any more."""
         log.error("fenced reason=%s", reason)
         self.code = 1
-        self._write.send(bytes([signal.SIGTERM]))
+        self._wanted.set()
 
     def drained(self) -> None:
         """The router had ordered this worker to drain, and nothing runs here any more: an orderly end."""
-        self._write.send(bytes([signal.SIGTERM]))
+        self._wanted.set()
 
     def done(self) -> None:
         """The orderly end is complete: no force."""
@@ -125,8 +113,7 @@ class Ending:
             signal.signal(number, signal.SIG_IGN)
 
     def _wait(self) -> None:
-        while self._read.recv(1)[0] not in (signal.SIGTERM, signal.SIGINT):
-            continue
+        self._wanted.wait()
         log.info("stopping pid=%d", os.getpid())
         self.asked.set()
         self._on_stop("fenced" if self.code else "told to stop")
@@ -149,8 +136,7 @@ class Load:
 
     def __call__(self) -> dict[str, float]:
         """The engine's load; since the last report busy (0 to 1, the share of time in steps) and tokens_per_s
-        (computed, those of prompts too); and the paces of expert servers. Empty without an engine.
-        """
+        (computed, those of prompts too); and the paces of expert servers. Empty without an engine."""
         self._placement.judge()
         engine = self.engine
         if engine is None:
@@ -171,35 +157,22 @@ class Load:
         return None if turns is None else turns + p2p_native.load().p2p_bell_heartbeat(endpoint.page_address)
 
 
-def decoding(
-    device: Device, backend: Backend, overlap: bool, drafts: int, taps: bool
-) -> tuple[Callable[[Dtype], str], Callable[..., Decoder | GpuDecoder]]:
-    """Who computes: the name of its arithmetic, and what makes a decoder of (spec, weights, client, cores, ...).
-
-    Args:
-        taps: Rows may be recorded.
+def decoding(device: Device, overlap: bool, drafts: int, taps: bool) -> Callable[..., Decoder | GpuDecoder]:
+    """What makes a decoder of (spec, weights, client, cores, ...). Args: taps: rows may be recorded.
 
     Raises:
         ValueError: a CPU is to overlap two halves of a step, or a GPU to compute drafts.
     """
-    if device.runs_kernels:
-        if drafts:
-            raise ValueError(NO_DRAFTS)
-        from eaas.gpu.decoder import GpuDecoder
+    if not device.runs_kernels:
+        if overlap:
+            raise ValueError(NO_OVERLAP)
+        return lambda spec, weights, client, cores, **sizes: Decoder(spec, weights, client.handle, cores, **sizes)
+    if drafts:
+        raise ValueError(NO_DRAFTS)
+    from eaas.gpu.decoder import GpuDecoder
 
-        return backend.numerics_class, lambda spec, weights, client, cores, **sizes: GpuDecoder(
-            spec,
-            weights,
-            client.backend,
-            device=client.backend.device,
-            double_batching=overlap,
-            taps=taps,
-            **sizes,
-        )
-    if overlap:
-        raise ValueError(NO_OVERLAP)
-    return numerics_class, lambda spec, weights, client, cores, **sizes: Decoder(
-        spec, weights, client.handle, cores, **sizes
+    return lambda spec, weights, client, cores, **sizes: GpuDecoder(
+        spec, weights, client.backend, device=client.backend.device, double_batching=overlap, taps=taps, **sizes
     )
 
 
@@ -247,11 +220,9 @@ def prepare(options: WorkerOptions, ending: Ending, closing: contextlib.ExitStac
     grammars = Grammars.open(options.model, spec.vocab, spec.eos_ids, drafts)
     if grammars is not None:
         closing.callback(grammars.close)
-    class_of, new_decoder = decoding(
-        device, backend, options.overlap, drafts, options.inspect_folder is not None
-    )
+    new_decoder = decoding(device, options.overlap, drafts, options.inspect_folder is not None)
     # The one name says both: how experts are computed, and the rest in the type of their rows.
-    kernels = shape.numerics_class(class_of(dtype))
+    kernels = shape.numerics_class(backend.numerics_class(dtype))
     credentials = child.credentials(options, ATTENTION)
     listener = closing.enter_context(listen(options.bound_host, options.port))
     address = host_port(options.told_host, listener.getsockname()[1])
@@ -269,15 +240,11 @@ def prepare(options: WorkerOptions, ending: Ending, closing: contextlib.ExitStac
         experts=shape.experts,
         core=cores[0],
     )
-    closing.callback(leave, router)
-    ending.attach(lambda reason: None, lambda: leave(router))
+    leave = partial(router.leave, timeout_s=_LEAVE_S)
+    closing.callback(leave)
+    ending.attach(lambda reason: None, leave)
     log.info("joined name=%s incarnation=%d", identity.name, identity.incarnation)
-    tracing = open_tracing(
-        options.trace_url,
-        service="eaas-attention",
-        instance=identity.name,
-        version=version(),
-    )
+    tracing = open_tracing(options.trace_url, service="eaas-attention", instance=identity.name, version=version())
     if tracing is not None:
         closing.callback(tracing.close)
     endpoint = new_endpoint(identity.name, identity.incarnation, len(cores))
@@ -367,12 +334,14 @@ def prepare(options: WorkerOptions, ending: Ending, closing: contextlib.ExitStac
 
         spans = WorkerSpans(tracing, engine)
     if options.inspect_folder is not None:
-        open_sink = partial(opened, options.inspect_folder, f"{identity.name}.{identity.incarnation}", spans)
+        name = f"{identity.name}.{identity.incarnation}"
+        open_sink = partial(opened, options.inspect_folder, name, checkpoint.fingerprint, spans)
         engine.inspector = Inspector(spec, decoder, options.step_tokens, open_sink)
     worker = Worker(
         engine,
         hello,
         door,
+        before_step=placement.rouse,
         between_steps=placement.ack,
         may_answer=router.lease_held,
         spans=spans,
@@ -382,18 +351,10 @@ def prepare(options: WorkerOptions, ending: Ending, closing: contextlib.ExitStac
         rest_s=MOST_REST_S if isinstance(decoder, Decoder) else 0.0,
     )
     load_report.worker = worker
-    ending.attach(worker.stop, lambda: leave(router))
+    ending.attach(worker.stop, leave)
     log.info("ready address=%s start_s=%.2f", address, time.monotonic() - began_s)
     child.tell_ready(options, identity.name, address)
     return worker
-
-
-def leave(router: RouterClient) -> None:
-    """Tell the router that this worker goes; without an answer its lease ends by itself."""
-    try:
-        router.leave(timeout_s=0.2)
-    except RouterUnavailable as error:
-        log.info("leave_unanswered error=%s", error)
 
 
 def main(options: WorkerOptions) -> int:

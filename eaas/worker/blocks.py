@@ -45,9 +45,7 @@ class BlockPool:
 
     def __init__(self, *, blocks: int, block_tokens: int = 16, reuse: bool = True) -> None:
         if blocks < 1 or block_tokens < 1:
-            raise ValueError(
-                f"A KV pool of {blocks} blocks of {block_tokens} tokens holds nothing; raise --kv-tokens."
-            )
+            raise ValueError(f"A KV pool of {blocks} blocks of {block_tokens} tokens holds nothing; raise --kv-tokens.")
         self.blocks = blocks
         self.block_tokens = block_tokens
         self.reuse = reuse
@@ -92,11 +90,7 @@ class BlockPool:
         return Acquired(blocks=blocks, reused=len(shared))
 
     def take(self) -> int:
-        """Take one block with no content.
-
-        Raises:
-            BlockError: none is free; look at `free` first.
-        """
+        """Take one block with no content. Raises BlockError: none is free; look at `free` first."""
         if self._blank:
             block = self._blank.pop()
         elif self._cached:

@@ -46,10 +46,7 @@ class RequestOptions(Options):
         above=0,
     )
     max_model_len: int | None = option(
-        None,
-        "Longest prompt and output together; default: what the model allows.",
-        metavar="TOKENS",
-        least=1,
+        None, "Longest prompt and output together; default: what the model allows.", metavar="TOKENS", least=1
     )
 
 
@@ -63,10 +60,7 @@ class EngineOptions(Options):
     max_running: int = option(256, "Most requests that run at once.", least=1)
     # A step of a few rows more is hardly longer, and it is what a request waits for.
     background_rows: int = option(
-        4,
-        "Most rows of a step for background requests while others come.",
-        metavar="ROWS",
-        least=1,
+        4, "Most rows of a step for background requests while others come.", metavar="ROWS", least=1
     )
     prefill_share: float = option(
         0.5,
@@ -79,7 +73,7 @@ class EngineOptions(Options):
     pool_weight: int = option(
         1,
         "Part that rows of these attention workers have at CPU expert servers which others want more of than they can "
-        "compute: other pools, or programs.",
+        "compute: other pools, or programs. Among several models times the weight of their own.",
         metavar="WEIGHT",
         least=1,
         most=MOST_WEIGHT,

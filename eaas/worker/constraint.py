@@ -32,11 +32,7 @@ log = logging.getLogger(__name__)
 # with blanks until it has no tokens left.
 _WHITESPACE = r"( |\n[ \t]{0,16})"
 # In every version blanks may be part of the separators.
-_SEPARATED = {
-    "whitespace_flexible": False,
-    "item_separator": f",{_WHITESPACE}?",
-    "key_separator": f":{_WHITESPACE}?",
-}
+_SEPARATED = {"whitespace_flexible": False, "item_separator": f",{_WHITESPACE}?", "key_separator": f":{_WHITESPACE}?"}
 _TOKENIZER_LIMIT_BYTES = 64 << 20
 _KEPT = 32
 _COMPILERS = 2
@@ -203,19 +199,16 @@ class Constraint:
 class Grammars:
     """The grammars of one worker: compiles them for its tokenizer, and makes masks, on threads of its own."""
 
-    def __init__(self, tokenizer: LLTokenizer, *, mask_threads: int = 2, drafts: int = 0) -> None:
-        """Args: tokenizer: with the model's end tokens. mask_threads: two, so that one slow mask holds up few.
-        drafts: most tokens guessed ahead of a request."""
+    def __init__(self, tokenizer: LLTokenizer, *, drafts: int = 0) -> None:
+        """Args: tokenizer: with the model's end tokens. drafts: most tokens guessed ahead of a request."""
         self._tokenizer, self._most_drafts = tokenizer, drafts
         self._words = -(-tokenizer.vocab_size // 32)
         self._kept: OrderedDict[Grammar, LLMatcher] = OrderedDict()
         self._lock = threading.Lock()
         self._compilers = ThreadPoolExecutor(_COMPILERS, thread_name_prefix="grammar")
         self._work: queue.SimpleQueue[Constraint | None] = queue.SimpleQueue()
-        self._threads = [
-            threading.Thread(target=self._make_masks, name=f"mask-{number}", daemon=True)
-            for number in range(mask_threads)
-        ]
+        # Two, so that one slow mask holds up few.
+        self._threads = [threading.Thread(target=self._make_masks, name=f"mask-{n}", daemon=True) for n in range(2)]
 
     @classmethod
     def open(cls, folder: Path, vocab: int, eos_ids: Sequence[int], drafts: int = 0) -> Grammars | None:
@@ -262,8 +255,6 @@ class Grammars:
         self._compilers.shutdown(wait=False, cancel_futures=True)
         for _ in self._threads:
             self._work.put(None)
-
-    # -- inside ----------------------------------------------------------------------------------------------
 
     def _begin(self, grammar: Grammar, output: list[int], ends: list[int], min_tokens: int) -> Constraint:
         try:
@@ -321,9 +312,7 @@ class _Pending(NamedTuple):
 class Compiling:
     """The requests of one engine that wait for their grammars, in order of arrival. Belongs to the engine's thread."""
 
-    def __init__(
-        self, grammars: Grammars | None, wake: Callable[[], None], clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, grammars: Grammars | None, wake: Callable[[], None], clock: Callable[[], float]) -> None:
         """Args: as for the engine."""
         self._grammars = grammars
         self._wake = wake
@@ -347,7 +336,6 @@ class Compiling:
         return sum(not pending.constraint.done() for pending in self._pending.values())
 
     def requests(self) -> list[Request]:
-        """Those that wait."""
         return [pending.request for pending in self._pending.values()]
 
     def get(self, owner: int, id: str) -> Request | None:
@@ -356,11 +344,7 @@ class Compiling:
         return None if pending is None else pending.request
 
     def add(self, request: Request, grammar: Grammar) -> None:
-        """Have a request's grammar compiled.
-
-        Raises:
-            Refused: grammars cannot be followed here, or too many wait.
-        """
+        """Have a request's grammar compiled. Raises Refused: grammars cannot be followed here, or too many wait."""
         if self._grammars is None:
             raise Refused(
                 "bad_request",
@@ -371,15 +355,11 @@ class Compiling:
             raise Refused("bad_request", f"Request {request.id} is already being served; use another id.")
         if len(self._pending) >= MOST_COMPILING:
             raise Refused(
-                "overloaded",
-                f"{MOST_COMPILING} grammars wait to be compiled here; try again later.",
-                retryable=True,
+                "overloaded", f"{MOST_COMPILING} grammars wait to be compiled here; try again later.", retryable=True
             )
         params = request.params
         future = self._grammars.begin(grammar, request.output, sorted(request.stops), params.min_tokens)
-        self._pending[request.owner, request.id] = _Pending(
-            request, future, self._clock() + LONGEST_COMPILE_S
-        )
+        self._pending[request.owner, request.id] = _Pending(request, future, self._clock() + LONGEST_COMPILE_S)
         future.add_done_callback(lambda _: self._wake())
 
     def cancel(self, owner: int, id: str) -> bool:
@@ -421,9 +401,7 @@ def _settle(request: Request, future: Future[Constraint]) -> Refused | None:
 def _too_long(waiting: bool) -> Refused:
     if waiting:
         return Refused("overloaded", "Other grammars are being compiled; try again later.", retryable=True)
-    return Refused(
-        "bad_request", f"The grammar took over {LONGEST_COMPILE_S:g} s to compile; make it simpler."
-    )
+    return Refused("bad_request", f"The grammar took over {LONGEST_COMPILE_S:g} s to compile; make it simpler.")
 
 
 def _source(grammar: Grammar) -> str:

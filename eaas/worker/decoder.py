@@ -7,6 +7,7 @@ module packs the weights, describes the model, and checks what it passes on.
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 import time
 import weakref
@@ -25,7 +26,6 @@ from eaas.worker.taps import KINDS, OF_EXPERTS
 from experts import native as experts_native
 from experts.model import Dtype
 
-MOST_TAPS_KNOWN = 256
 BLOCK_TOKENS = 16  # positions of one cache block, unless asked otherwise
 
 
@@ -86,13 +86,9 @@ class StepLimits:
     """What a decoder can run in one step."""
 
     CODES: ClassVar = (
-        native.DECODER_E_ROWS,
-        native.DECODER_E_TOKEN,
-        native.DECODER_E_POSITION,
-        native.DECODER_E_SEQUENCE,
-        native.DECODER_E_BLOCK,
-        native.DECODER_E_LOGITS_ROW,
-    )
+        native.DECODER_E_ROWS, native.DECODER_E_TOKEN, native.DECODER_E_POSITION, native.DECODER_E_SEQUENCE,
+        native.DECODER_E_BLOCK, native.DECODER_E_LOGITS_ROW,
+    )  # fmt: skip
 
     vocab: int
     max_rows: int
@@ -102,8 +98,7 @@ class StepLimits:
 
     def fault_of_rows(self, arrays: Sequence[np.ndarray]) -> tuple[int, int] | None:
         """The first thing in a plan that is outside the limits, but for the blocks that tables name: one of CODES, and
-        the row; None where nothing is.
-        """
+        the row; None where nothing is."""
         tokens, positions, sequences, tables, wanted = arrays
         if not 1 <= len(tokens) <= self.max_rows or len(wanted) > self.max_rows:
             return native.DECODER_E_ROWS, 0
@@ -197,25 +192,31 @@ class Decoder:
             kv_blocks=kv_blocks,
         )
         self._kv_blocks = kv_blocks
-        self._taps: dict[int, tuple[StepTaps, Any]] = {}
+        self._taps: StepTaps | None = None
+        self._native_taps: Any = None
         self._library = native.load()
         self._logits = np.empty((0, spec.vocab), dtype=np.float32)
-        # Costs memory where it was written alone.
         places = kv_blocks * block_tokens
+        each = spec.layers * spec.kv_heads * spec.cached_dims * self.dtype.nbytes
+        each += 2 * len(spec.moe_layers) * spec.moe.top_k
+        if places * each > (memory := os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")):
+            raise DecoderError(
+                f"A KV cache of {places:,} tokens takes {places * each / 2**30:,.1f} GiB of memory; this host has "
+                f"{memory / 2**30:.1f} GiB. Lower --kv-tokens: {memory // each // 2:,} tokens take half of it."
+            )
+        # Costs memory where it was written alone.
         self._routed = np.zeros((places, len(spec.moe_layers), spec.moe.top_k), dtype=np.uint16)
         backend = experts if isinstance(experts, ExpertBackend) else client_backend(experts)
         self._missing = backend.missing
         self._handle = self._new(backend, cores)
         self._finalizer = weakref.finalize(self, self._library.decoder_free, self._handle)
         # Read in place, so that workers of one host share its pages.
-        self._embed = _array(weights, "embed")
+        self._embed = weight_of(weights, "embed")
         for role, plan in tensors_of(spec).items():
             layer, _, name = role.rpartition(".")
             if spec.latent and name in ("q", "kv_a", "kv_b"):
-                if (matrix := _array(weights, role)).shape != plan.shape:
-                    raise WeightsInvalid(
-                        f"Weight {role} has shape {list(matrix.shape)}; {list(plan.shape)} is needed."
-                    )
+                if (matrix := weight_of(weights, role)).shape != plan.shape:
+                    raise WeightsInvalid(f"Weight {role} has shape {list(matrix.shape)}; {list(plan.shape)} is needed.")
                 for part, cut in absorbed(spec.latent, name, matrix).items():
                     self._set({f"{layer}.{part}": cut}, part, int(layer))
             # One call takes the gate's and the up projection.
@@ -223,11 +224,6 @@ class Decoder:
                 self._set(weights, name.replace("_gate_proj", "_gate_up"), int(layer or 0))
         if spec.tie_embeddings:
             self._set(weights, "head", 0)
-
-    @property
-    def numerics_class(self) -> str:
-        """Equal strings promise equal bits."""
-        return experts_native.load().experts_numerics_class(int(self.dtype)).decode()
 
     def close(self) -> None:
         """Free the native memory and stop the lanes. Idempotent; no step may follow."""
@@ -292,7 +288,7 @@ class Decoder:
             drop=None if plan.drop is None else plan.drop.ctypes.data,
             routed=self._routed.ctypes.data if plan.routed else None,
             forced=None if plan.forced is None else self._forced(plan.forced, len(tokens)).ctypes.data,
-            taps=None if plan.taps is None else self._native_taps(plan.taps),
+            taps=None if plan.taps is None else self._pointer_to(plan.taps),
             deadline_ns=time.monotonic_ns() + round(max(deadline_s, 0.0) * 1e9),
             rows=len(tokens),
             tables_rows=tables.shape[0],
@@ -308,11 +304,7 @@ class Decoder:
 
     def _forced(self, forced: np.ndarray, rows: int) -> np.ndarray:
         layers, top_k, experts = self.routing_shape
-        if (
-            forced.dtype != np.uint16
-            or forced.shape != (rows, layers, top_k)
-            or not forced.flags.c_contiguous
-        ):
+        if forced.dtype != np.uint16 or forced.shape != (rows, layers, top_k) or not forced.flags.c_contiguous:
             raise PlanInvalid(
                 f"forced is {forced.dtype} {list(forced.shape)}; contiguous uint16 {[rows, layers, top_k]} is needed."
             )
@@ -320,24 +312,22 @@ class Decoder:
             raise PlanInvalid(f"An expert of {experts} or more is forced; there are {experts}.")
         return forced
 
-    def _native_taps(self, taps: StepTaps) -> Any:
+    def _pointer_to(self, taps: StepTaps) -> Any:
         """Whoever made them has checked them against the model."""
-        # The same ones come again and again.
-        known = self._taps.get(id(taps))
-        if known is None or known[0] is not taps:
-            if len(self._taps) >= MOST_TAPS_KNOWN:
-                self._taps.clear()
+        if taps is not self._taps:
+            self._taps = taps
             found = native.DecoderTaps(
                 rows=taps.rows.ctypes.data,
                 places=taps.places.ctypes.data,
                 experts=taps.experts.ctypes.data,
-                frame=taps.frame.ctypes.data,
                 statistics=taps.statistics,
                 rows_count=len(taps.rows),
                 experts_count=len(taps.experts),
             )
-            known = self._taps[id(taps)] = taps, ctypes.pointer(found)
-        return known[1]
+            self._native_taps = found, ctypes.pointer(found)
+        found, pointer = self._native_taps
+        found.frame = taps.frame.ctypes.data
+        return pointer
 
     @property
     def tap_kinds(self) -> frozenset[str]:
@@ -447,15 +437,13 @@ class Decoder:
         second = None
         if role.endswith("_gate_up"):
             stem = prefix + role.removesuffix("_gate_up")
-            data, second = _array(weights, f"{stem}_gate_proj"), _array(weights, f"{stem}_up_proj")
+            data, second = weight_of(weights, f"{stem}_gate_proj"), weight_of(weights, f"{stem}_up_proj")
             if (second.dtype, second.shape) != (data.dtype, data.shape):
-                raise WeightsInvalid(
-                    f"{stem}_up_proj and {stem}_gate_proj differ in shape or type; they must not."
-                )
+                raise WeightsInvalid(f"{stem}_up_proj and {stem}_gate_proj differ in shape or type; they must not.")
         elif role == "embed" or (role == "head" and self.spec.tie_embeddings):
             data = self._embed
         else:
-            data = _array(weights, prefix + role)
+            data = weight_of(weights, prefix + role)
         status = self._library.decoder_set(
             self._handle,
             layer,
@@ -466,9 +454,7 @@ class Decoder:
             data.size,
         )
         if status:
-            raise WeightsInvalid(
-                f"Weight {prefix}{role} has shape {list(data.shape)}, which the spec does not allow."
-            )
+            raise WeightsInvalid(f"Weight {prefix}{role} has shape {list(data.shape)}, which the spec does not allow.")
 
     def _fail(self, status: int, where: int, arrays: Sequence[np.ndarray]) -> None:
         if status in StepLimits.CODES:
@@ -517,7 +503,8 @@ def absorbed(latent: Latent, name: str, matrix: np.ndarray) -> dict[str, np.ndar
     return {"key_up": by_head[:, :nope].swapaxes(1, 2), "value_up": by_head[:, nope:]}
 
 
-def _array(weights: Mapping[str, np.ndarray], role: str) -> np.ndarray:
+def weight_of(weights: Mapping[str, np.ndarray], role: str) -> np.ndarray:
+    """A weight by its role, contiguous: float32, or bfloat16 bits as uint16. Raises WeightsInvalid."""
     array = weights.get(role)
     if array is None:
         raise WeightsInvalid(f"Weight {role} is missing; the spec needs it.")
@@ -547,14 +534,8 @@ def plan_arrays(plan: StepPlan) -> list[np.ndarray]:
             )
         arrays.append(np.ascontiguousarray(array))
     if not len(arrays[0]) == len(arrays[1]) == len(arrays[2]):
-        raise PlanInvalid(
-            f"{len(arrays[0])} tokens, {len(arrays[1])} positions and {len(arrays[2])} sequences differ."
-        )
+        raise PlanInvalid(f"{len(arrays[0])} tokens, {len(arrays[1])} positions and {len(arrays[2])} sequences differ.")
     drop = plan.drop
-    if drop is not None and (
-        drop.dtype != np.uint8 or drop.shape != arrays[0].shape or not drop.flags.c_contiguous
-    ):
-        raise PlanInvalid(
-            f"drop is {drop.dtype} {list(drop.shape)}; contiguous uint8, one for each row, is needed."
-        )
+    if drop is not None and (drop.dtype != np.uint8 or drop.shape != arrays[0].shape or not drop.flags.c_contiguous):
+        raise PlanInvalid(f"drop is {drop.dtype} {list(drop.shape)}; contiguous uint8, one for each row, is needed.")
     return arrays

@@ -19,14 +19,7 @@ from eaas.worker.constraint import Compiling, Grammars
 from eaas.worker.decoder import ExpertsLost
 from eaas.worker.inspector import Inspector
 from eaas.worker.plan import StepPlan
-from eaas.worker.protocol import (
-    Failed,
-    PromptLogprobs,
-    RoutedExperts,
-    Submit,
-    Token,
-    WorkerLoad,
-)
+from eaas.worker.protocol import Failed, PromptLogprobs, RoutedExperts, Submit, Token, WorkerLoad
 from eaas.worker.request import Refused, Request
 from eaas.worker.sample import DeviceSamples, Refusal, Samples, SlotSampler
 from eaas.worker.scheduler import Scheduler, SchedulerConfig
@@ -145,9 +138,7 @@ class Engine:
         self._computed_s = 0.0
         # When requests that steps leave out for want of experts are tried again.
         self._unpark_s = 0.0
-        self._pool = BlockPool(
-            blocks=config.kv_blocks, block_tokens=config.block_tokens, reuse=config.prefix_reuse
-        )
+        self._pool = BlockPool(blocks=config.kv_blocks, block_tokens=config.block_tokens, reuse=config.prefix_reuse)
         rows = max(1, min(config.prompt_logprobs_rows, PROMPT_LOGITS_BYTES // (4 * config.vocab)))
         self.scheduler = Scheduler(replace(config, prompt_logprobs_rows=rows), self._pool)
         self.compiling = Compiling(grammars, wake, clock)
@@ -265,10 +256,6 @@ class Engine:
         self.scheduler.on_end(waits)
         return True
 
-    def rename(self, request: Request, owner: int, id: str, attempt: int) -> bool:
-        """Have a live request go by another name; False where its grammar is being compiled."""
-        return self.scheduler.rename(request, owner, id, attempt)
-
     def step(self) -> Outcome | None:
         """Compute one step; None when there is nothing to do.
 
@@ -283,8 +270,6 @@ class Engine:
             for owner, failed in refused:
                 outcome.failed.setdefault(owner, []).append(failed)
         return outcome
-
-    # -- inside ----------------------------------------------------------------------------------------------
 
     def _admit_compiled(self) -> list[tuple[int, Failed]]:
         """Queue requests whose grammars have been compiled; those that are refused."""
@@ -388,7 +373,6 @@ class Engine:
         for row in samples.refused:
             if row < len(requests):
                 samples.tokens[row] = -1
-        by_owner = outcome.tokens
         # Those of a request that ends are free by then, and as they were until the next step.
         blocks = {r: r.blocks for r in requests if r.params.wants_routing} if plan.routed else {}
         told: dict[Request, Sequence[int]] = {}  # they go with a token
@@ -407,11 +391,7 @@ class Engine:
                     request.told.append(made)
                     if len(request.told) > request.told_most:
                         request.told = None
-            tokens = by_owner.get(request.owner)
-            if tokens is None:
-                by_owner[request.owner] = [made]
-            else:
-                tokens.append(made)
+            outcome.tokens.setdefault(request.owner, []).append(made)
             if request in blocks and request.length - 1 > request.routed:
                 told[request] = blocks[request]
             if request.dropped:
@@ -425,9 +405,7 @@ class Engine:
             _fail(outcome, [request], code, f"No token could be chosen: {reason}.", retryable=False)
         return outcome
 
-    def _tell_routing(
-        self, decoder: RoutingDecoder, blocks: Mapping[Request, Sequence[int]], outcome: Outcome
-    ) -> None:
+    def _tell_routing(self, decoder: RoutingDecoder, blocks: Mapping[Request, Sequence[int]], outcome: Outcome) -> None:
         """Hand out the experts of the tokens computed since the last time: of all but each request's last."""
         size = self.config.block_tokens
         places = [
@@ -441,16 +419,13 @@ class Engine:
         for request in blocks:
             start, request.routed = request.routed, request.length - 1
             end = begin + (request.routed - start) * each
-            piece = RoutedExperts(
-                request.id, request.attempt, start, request.routed, layers, top_k, found[begin:end]
-            )
+            piece = RoutedExperts(request.id, request.attempt, start, request.routed, layers, top_k, found[begin:end])
             outcome.routed.setdefault(request.owner, []).append(piece)
             begin = end
 
     def _tell_prompts(
         self, plan: StepPlan, samples: Samples, outcome: Outcome, refused: dict[Request, Refusal]
     ) -> None:
-        """Hand out log-probabilities of prompts."""
         row = len(plan.requests)
         for chunk in plan.prompt_logprobs:
             request, start, _ = chunk
@@ -462,9 +437,7 @@ class Engine:
             elif samples.logprobs is not None:
                 count = request.params.prompt_logprobs
                 ranks = samples.ranks.tolist()
-                tokens = [
-                    (samples.logprobs[number], ranks[number], samples.top(number, count)) for number in rows
-                ]
+                tokens = [(samples.logprobs[number], ranks[number], samples.top(number, count)) for number in rows]
                 piece = PromptLogprobs(request.id, request.attempt, start, tokens)
                 outcome.prompts.setdefault(request.owner, []).append(piece)
 
@@ -539,8 +512,7 @@ class Engine:
             return
         if self._by_experts is None:
             raise Refused(
-                "bad_request",
-                "The decoder of this worker does not tell which experts it chose; the native one does.",
+                "bad_request", "The decoder of this worker does not tell which experts it chose; the native one does."
             )
         layers, top_k, _ = self._by_experts.routing_shape
         told = (len(request.prompt) - request.params.routed_from) * layers * top_k
@@ -557,32 +529,27 @@ class Engine:
             return None
         if self._by_experts is None:
             raise Refused(
-                "bad_request",
-                "The decoder of this worker cannot take experts that are given; the native one can.",
+                "bad_request", "The decoder of this worker cannot take experts that are given; the native one can."
             )
         layers, top_k, experts = self._by_experts.routing_shape
-        if (
-            not layers
-            or (found.layers, found.top_k) != (layers, top_k)
-            or len(found.experts) % (2 * layers * top_k)
-        ):
+        if not layers or (found.layers, found.top_k) != (layers, top_k) or len(found.experts) % (2 * layers * top_k):
             raise Refused(
                 "bad_request",
-                f"Experts of {found.layers} layers, {found.top_k} in each, were given; this model has {layers} MoE "
-                f"layers with {top_k} in each.",
+                f"'force_routed_experts' has experts of {found.layers} layers, {found.top_k} in each; this model has "
+                f"{layers} MoE layers with {top_k} in each.",
             )
-        forced = (
-            np.frombuffer(found.experts, "<u2")
-            .astype(np.uint16, copy=False)
-            .reshape(-1, layers, top_k)[: request.final_length]
-        )
-        if forced.size and (highest := int(forced.max())) >= experts:
-            raise Refused("bad_request", f"Expert {highest} was given; this model has 0 to {experts - 1}.")
+        forced = np.frombuffer(found.experts, "<u2").astype(np.uint16, copy=False).reshape(-1, layers, top_k)
+        forced = forced[: request.final_length]
+        if forced.size and (most := int(forced.max())) >= experts:
+            raise Refused(
+                "bad_request", f"'force_routed_experts' has expert {most}; this model has 0 to {experts - 1}."
+            )
         ordered = np.sort(forced, axis=2)
         twice = ordered[:, :, 1:] == ordered[:, :, :-1]
         if twice.any():
             token, layer, _ = np.unravel_index(int(twice.argmax()), twice.shape)
-            raise Refused("bad_request", f"Token {token} was given an expert twice in MoE layer {layer}.")
+            where = f"for token {token} in MoE layer {layer}"
+            raise Refused("bad_request", f"'force_routed_experts' has an expert twice {where}.")
         request.forced_digest = next_digest(b"forced", found.experts)
         return forced
 

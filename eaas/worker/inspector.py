@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 FLUSH_S = 1.0
 FLUSH_BYTES = 32 << 20
 TELL_S = 1.0
-_POLL_S = 0.05
+_POLL_S = 0.2
 # A sink that takes nothing for so long hangs: it is left to itself, and no step waits for it.
 _HANGS_S = 4.0
 # A process that ends has less time.
@@ -46,11 +46,11 @@ _CLOSE_S = 0.2
 _ALONE_S = 30.0
 # What is known of a frame beside its rows takes memory, too.
 MOST_FRAMES = 4096
-MOST_KNOWN = 256
 # Of the host's memory, for rows that wait.
 MOST_OF_MEMORY = 1 / 8
 
 WAITING, HELD, FREE = range(3)
+_NO_FRAME = np.empty(0, np.float32)
 
 
 class Layout:
@@ -59,9 +59,7 @@ class Layout:
     def __init__(self, taps: tuple[Tap, ...], spec: ModelSpec, *, statistics: bool) -> None:
         self.taps, self.statistics = taps, statistics
         # A step has no other place for logits of which only statistics are wanted.
-        self.widths = [
-            len(STATISTICS) if statistics and tap.kind != "logits" else tap.width(spec) for tap in taps
-        ]
+        self.widths = [len(STATISTICS) if statistics and tap.kind != "logits" else tap.width(spec) for tap in taps]
         begins = np.cumsum([0, *self.widths])
         self.row_floats = int(begins[-1])
         self._begins = begins[:-1].tolist()
@@ -75,25 +73,29 @@ class Layout:
         self._experts = np.array(experts, dtype=np.int64).reshape(-1, 3)
         self._scaled: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # both, by how many rows
 
-    def taps_in(self, frame: np.ndarray, rows: np.ndarray) -> StepTaps:
-        """What a step is told to record of these rows. Args: frame: float32 [rows * row_floats]."""
+    def taps_of(self, rows: np.ndarray) -> StepTaps:
+        """What a step is told to record of these rows, in a frame of [rows * row_floats] that is still to be given."""
         count = len(rows)
         known = self._scaled.get(count)
         if known is None:
             places = np.where(self._places < 0, -1, self._places * count)
             known = self._scaled[count] = places, self._experts * np.array([1, 1, count])
-        return StepTaps(rows=rows, places=known[0], experts=known[1], frame=frame, statistics=self.statistics)
+        places, experts = known
+        return StepTaps(rows=rows, places=places, experts=experts, frame=_NO_FRAME, statistics=self.statistics)
 
-    def parts(self, frames: np.ndarray, rows: int) -> list[np.ndarray]:
-        """What was recorded by steps of so many rows each: of each tap [steps * rows, width].
+    def parts(self, frames: np.ndarray, rows: int, memory: np.ndarray) -> list[np.ndarray]:
+        """What was recorded by steps of so many rows each: of each tap [steps * rows, width], one after another.
 
         Args:
             frames: float32 [steps, rows * row_floats].
+            memory: Of as many numbers; where the parts are.
         """
-        parts = [
-            frames[:, begin * rows : (begin + width) * rows].reshape(-1, width)
-            for begin, width in zip(self._begins, self.widths, strict=True)
-        ]
+        steps, parts = len(frames), list[np.ndarray]()
+        for begin, width in zip(self._begins, self.widths, strict=True):
+            end = begin + width
+            part = memory[begin * steps * rows : end * steps * rows]
+            part.reshape(steps, -1)[:] = frames[:, begin * rows : end * rows]
+            parts.append(part.reshape(-1, width))
         return [part[:, : len(STATISTICS)] for part in parts] if self.statistics else parts
 
 
@@ -101,12 +103,15 @@ class Frame:
     """What one step records: of the rows numbered from `sequence` on."""
 
     __slots__ = ("begin", "end", "names", "positions", "rows", "sequence", "slots", "state", "tokens")
+    # Given before it is published.
+    sequence: int
+    positions: np.ndarray
+    tokens: np.ndarray
+    slots: np.ndarray
+    names: Mapping[int, str]
 
     def __init__(self, begin: int, end: int) -> None:
-        self.begin, self.end, self.state = begin, end, HELD
-        self.sequence = self.rows = 0
-        self.positions = self.tokens = self.slots = np.empty(0, np.int32)
-        self.names: dict[int, str] = {}
+        self.begin, self.end, self.state, self.rows = begin, end, HELD, 0
 
 
 class Ring:
@@ -114,9 +119,11 @@ class Ring:
 
     def __init__(self, nbytes: int) -> None:
         self.memory = np.empty(nbytes // 4, dtype=np.float32)
-        self._frames: deque[Frame] = deque()  # in the order of their places
+        self._frames: deque[Frame] = deque()  # the oldest first
         self._lock = threading.Lock()
         self._waiting = 0  # floats
+        # Behind the frames that came after it, until it goes: see `_place`.
+        self._left: Frame | None = None
         # Set where the taker should not wait until it next looks by itself, which costs nobody anything.
         self.wakes = threading.Event()
 
@@ -127,6 +134,8 @@ class Ring:
             while True:
                 begin = self._place(floats)
                 if begin is not None and len(self._frames) < MOST_FRAMES:
+                    if begin == 0 and len(self._frames) == 1:
+                        self._left = self._frames[0]
                     frame = Frame(begin, begin + floats)
                     self._frames.append(frame)
                     return frame, dropped
@@ -143,7 +152,8 @@ class Ring:
         with self._lock:
             frame.state = WAITING
             self._waiting += frame.end - frame.begin
-            if self._waiting > len(self.memory) // 4:
+            much = self._waiting > len(self.memory) // 4 or len(self._frames) > MOST_FRAMES // 4
+            if much and not self.wakes.is_set():
                 self.wakes.set()
 
     def take(self) -> list[Frame]:
@@ -164,7 +174,10 @@ class Ring:
     def has_room(self, floats: int) -> bool:
         """Whether `make` would find room without dropping anything."""
         with self._lock:
-            return self._place(floats) is not None and len(self._frames) < MOST_FRAMES
+            found = self._place(floats) is not None and len(self._frames) < MOST_FRAMES
+        if not found:
+            self.wakes.set()
+        return found
 
     def _place(self, floats: int) -> int | None:
         frames = self._frames
@@ -172,12 +185,18 @@ class Ring:
             frames.popleft()
         if not frames:
             return 0 if floats <= len(self.memory) else None
-        first, last = frames[0].begin, frames[-1].end
+        first, last, left = frames[0].begin, frames[-1].end, frames[0] is self._left
+        # Back as soon as the frame before is all that is left: so the same pages are written again and again, not each
+        # of the ring's for the first time, which takes longer than the copy. Behind that frame is room as well.
+        if len(frames) == 1 and floats <= first:
+            return 0
         if first < last:
             if floats <= len(self.memory) - last:
                 return last
-            return 0 if floats <= first else None
-        return last if floats <= first - last else None
+            return 0 if floats <= first and not left else None
+        if floats <= first - last:
+            return last
+        return frames[0].end if left and floats <= len(self.memory) - frames[0].end else None
 
 
 class TappedDecoder(Protocol):
@@ -237,18 +256,14 @@ class Inspector:
         return None
 
     def _layout(self, order: Inspect) -> Layout:
-        """Raises:
-        TapInvalid: it cannot be recorded so.
-        """
+        """Raises TapInvalid: it cannot be recorded so."""
         taps = taps_of(order.taps, self._spec)
         lacking = sorted({tap.kind for tap in taps} - set(self._decoder.tap_kinds))
         if lacking:
             raise TapInvalid(f"The decoder of this worker does not record {', '.join(lacking)}.")
         layout = Layout(taps, self._spec, statistics=order.statistics)
-        most, room = (
-            4 * self._step_tokens * layout.row_floats,
-            min(order.ring_bytes, 4 * self._decoder.tap_floats),
-        )
+        most = 4 * self._step_tokens * layout.row_floats
+        room = min(order.ring_bytes, 4 * self._decoder.tap_floats)
         if order.policy == "block" and room < most:
             raise TapInvalid(
                 f"A step of {self._step_tokens} rows records {most} bytes; there is room for {room}, and serving would "
@@ -287,7 +302,7 @@ class Inspector:
             return None
         if now_s >= now.end_s:
             now.end()
-        over = now.over
+        over = now.ended and now.over
         if not over and (not now.opened or now_s - now.told_s < TELL_S):
             return None
         now.told_s = now_s
@@ -339,11 +354,7 @@ class Inspection:
         now_s: float,
         most_floats: int,
     ) -> None:
-        """Args: most_floats: of a step.
-
-        Raises:
-            MemoryError: there is none for the ring.
-        """
+        """Args: most_floats: of a step. Raises MemoryError: there is none for the ring."""
         self.order, self.layout, self.owner = order, layout, owner
         self.ring = Ring(order.ring_bytes)
         self.end_s, self.told_s = now_s + order.for_s, -math.inf
@@ -355,11 +366,11 @@ class Inspection:
         self._lost = 0  # records, by the sink's
         self._fault = self._note = self._folder = ""
         self._drops_oldest = order.policy == "drop-oldest"
-        # What was last seen: what runs, and rows; of these the names by slot, which are recorded, and how, by place.
+        # What was last seen: what runs, and rows; of these the names by slot, which are recorded, and how.
         self._requests: Mapping[int, Request] = {}
         self._seqs = self._recorded = np.empty(0, np.int32)
         self._names: dict[int, str] = {}
-        self._taps: dict[int, StepTaps] = {}
+        self._taps = layout.taps_of(self._recorded)
         # Of the step under way.
         self._count, self._frame = 0, cast("Frame | None", None)
         self._broken = False
@@ -379,7 +390,6 @@ class Inspection:
     # -- the thread that steps
 
     def record(self, seqs: np.ndarray, requests: Mapping[int, Request]) -> StepTaps | None:
-        """As `Inspector.record`."""
         # Most steps have the rows of the last one: a step computes for milliseconds what would take long to find anew.
         if requests is not self._requests or seqs is not self._seqs:
             self._look_at(seqs, requests)
@@ -393,19 +403,18 @@ class Inspection:
                 f"{4 * self._most_floats}. Ask for fewer taps, or a larger ring_bytes."
             )
             return None
+        if self._fault:
+            # Nobody would be given it, so `done` counts it as dropped.
+            return None
         frame, gave_way = self.ring.make(floats, drop_oldest=self._drops_oldest)
         self._gave_way += gave_way
         self._frame = frame
         if frame is None:
             return None
-        taps = self._taps.get(frame.begin)
-        if taps is None:
-            if len(self._taps) >= MOST_KNOWN:
-                # Where the sink keeps up, frames begin at a few places again and again.
-                self._taps.clear()
-            memory = self.ring.memory[frame.begin : frame.end]
-            taps = self._taps[frame.begin] = self.layout.taps_in(memory, self._recorded)
-        return taps
+        # All else of it was made for the first step of these rows: weights drive code and objects out of the caches, so
+        # whatever is made anew in each step takes several times as long as it seems.
+        self._taps.frame = self.ring.memory[frame.begin : frame.end]
+        return self._taps
 
     def _look_at(self, seqs: np.ndarray, requests: Mapping[int, Request]) -> None:
         # Some may be of an inspection that was before, or of another gateway's.
@@ -417,10 +426,11 @@ class Inspection:
             if request.inspected.startswith(mine)
         }
         self._recorded = np.flatnonzero(np.isin(seqs, list(self._names))).astype(np.int32)
-        self._taps = {}
+        # A decoder may keep it, but not the ring with it.
+        self._taps.frame = _NO_FRAME
+        self._taps = self.layout.taps_of(self._recorded)
 
     def done(self, plan: StepPlan) -> None:
-        """The step has computed its rows."""
         count, frame, rows = self._count, self._frame, self._recorded
         self._count, self._frame = 0, None
         first, self._rows = self._rows, self._rows + count
@@ -431,15 +441,10 @@ class Inspection:
         frame.sequence, frame.rows, frame.names = first, count, self._names
         frame.positions, frame.tokens, frame.slots = plan.positions, plan.token_ids, plan.seqs
         if count < len(plan.seqs):
-            frame.positions, frame.tokens, frame.slots = (
-                plan.positions[rows],
-                plan.token_ids[rows],
-                plan.seqs[rows],
-            )
+            frame.positions, frame.tokens, frame.slots = plan.positions[rows], plan.token_ids[rows], plan.seqs[rows]
         self.ring.publish(frame)
 
     def failed(self) -> None:
-        """It has not: nothing was recorded."""
         if self._frame is not None:
             self.ring.free(self._frame)
         self._count, self._frame = 0, None
@@ -455,6 +460,7 @@ class Inspection:
 
     def forget(self) -> None:
         """Let go of the memory, whatever the sink still does."""
+        self._look_at(self._seqs, {})
         self.ring = Ring(0)
 
     @property
@@ -503,9 +509,10 @@ class Inspection:
         self.ended = self.opened = True
 
     def _deliver(self, sink: Sink) -> None:
-        # What was taken is worked on once a second: the cores are the lanes' while they compute. Memory is taken once,
-        # and used from its beginning after each delivery: to map pages anew costs more than to copy into them.
-        memory = np.empty(max(FLUSH_BYTES // 4, len(self.ring.memory)), np.float32)
+        # What was taken is worked on once a second: the cores are the lanes' while they compute. Memory, for frames and
+        # for the parts that are made of them, is taken once, and used from its beginning after each delivery: to map
+        # pages anew costs more than to copy into them.
+        memory, parts = np.empty((2, max(FLUSH_BYTES // 4, len(self.ring.memory))), np.float32)
         held: list[Frame] = []
         began_s, end, rows = time.monotonic(), 0, 0
         while True:
@@ -519,14 +526,14 @@ class Inspection:
                     # While the sink takes its time, what is in the ring may give way.
                     size = frame.end - frame.begin
                     if end + size > len(memory):
-                        self._flush(sink, memory[:end], held, (rows - frame.rows) * len(self.layout.taps))
+                        self._flush(sink, memory[:end], parts, held, (rows - frame.rows) * len(self.layout.taps))
                         held, end, rows = [], 0, frame.rows
                     memory[end : end + size] = ring.memory[frame.begin : frame.end]
                     held.append(frame)
                     end += size
                 ring.free(frame)
             if rows and (ended or 4 * end >= FLUSH_BYTES or time.monotonic() - began_s >= FLUSH_S):
-                self._flush(sink, memory[:end], held, rows * len(self.layout.taps))
+                self._flush(sink, memory[:end], parts, held, rows * len(self.layout.taps))
                 held, end, rows = [], 0, 0
             self._progress_s = time.monotonic()
             if not ended:
@@ -536,13 +543,18 @@ class Inspection:
                 self._try(sink.close)
                 return
 
-    def _flush(self, sink: Sink, memory: np.ndarray, held: Sequence[Frame], records: int) -> None:
-        """Deliver frames that lie one after another in memory. Args: records: that are delivered so, or lost."""
+    def _flush(self, sink: Sink, memory: np.ndarray, parts: np.ndarray, held: Sequence[Frame], records: int) -> None:
+        """Deliver frames that lie one after another in memory.
+
+        Args:
+            parts: As much memory, or more, for what is made of them.
+            records: That are delivered so, or lost.
+        """
         begin = 0
         for count, alike in itertools.groupby(held, lambda frame: frame.rows):
             frames = list(alike)
             end = begin + len(frames) * count * self.layout.row_floats
-            rows = self._rows_in(count, frames, memory[begin:end].reshape(len(frames), -1))
+            rows = self._rows_in(count, frames, memory[begin:end].reshape(len(frames), -1), parts[begin:end])
             self._try(lambda rows=rows: sink.take(rows))
             begin = end
         if self._try(sink.flush):
@@ -552,9 +564,9 @@ class Inspection:
         if self._views is not None:
             self._shown = self._views.summary()
 
-    def _rows_in(self, count: int, frames: Sequence[Frame], memory: np.ndarray) -> Rows:
-        """What steps of so many rows have recorded. Args: memory: [steps, count * row_floats]."""
-        parts = self.layout.parts(memory, count)
+    def _rows_in(self, count: int, frames: Sequence[Frame], memory: np.ndarray, there: np.ndarray) -> Rows:
+        """What steps of so many rows have recorded. Args: memory: [steps, count * row_floats]. there: for its parts."""
+        parts = self.layout.parts(memory, count, there)
         tokens = np.concatenate([frame.tokens for frame in frames])
         if self._views is not None:
             named = list(zip(self.layout.taps, parts, strict=True))

@@ -101,7 +101,7 @@ class GatewayLink:
                 taken = self._write(frame)
                 if taken < len(frame) and not self.lost:
                     self.unread += frame[taken:]
-                    self._watch(selectors.EVENT_READ | selectors.EVENT_WRITE)
+                    self._selector.modify(self.connection, selectors.EVENT_READ | selectors.EVENT_WRITE, self)
             elif len(self.unread) + len(frame) > UNREAD_LIMIT_BYTES:
                 self.lost = f"{len(self.unread)} bytes lie unread"
             else:
@@ -113,7 +113,7 @@ class GatewayLink:
             taken = self._write(self.unread)
             del self.unread[:taken]
             if not self.unread and not self.lost:
-                self._watch(selectors.EVENT_READ)
+                self._selector.modify(self.connection, selectors.EVENT_READ, self)
 
     def read(self) -> bool:
         """Take what the socket holds; True if there was something, or the connection is no more. Any thread."""
@@ -155,9 +155,6 @@ class GatewayLink:
             self.lost = f"write failed: {error}"
             return 0
 
-    def _watch(self, events: int) -> None:
-        self._selector.modify(self.connection, events, self)
-
 
 class Worker:
     """Serves gateways until `stop`. Everything but `stop` belongs to the thread that calls `run`."""
@@ -168,6 +165,7 @@ class Worker:
         hello: Hello,
         listener: socket.socket | TlsListener,
         *,
+        before_step: Callable[[], None] = lambda: None,
         between_steps: Callable[[], None] = lambda: None,
         may_answer: Callable[[], bool] = lambda: True,
         spans: WorkerSpans | None = None,
@@ -178,6 +176,7 @@ class Worker:
     ) -> None:
         """Args:
         listener: Bound and listening; the worker closes it.
+        before_step: Called before each step, with requests there.
         between_steps: Called after each step, and after each sleep.
         may_answer: False while this process must not answer, because its lease may have ended.
         spans: Told what becomes of traced choices; None: nothing is traced.
@@ -191,7 +190,7 @@ class Worker:
         engine.on_begun, engine.scheduler.on_end = self._tell_begun, self._runs.ended
         self._hello = hello
         self._listener = listener
-        self._between_steps = between_steps
+        self._before_step, self._between_steps = before_step, between_steps
         self._may_answer = may_answer
         self._spans = spans
         self._elsewhere = elsewhere
@@ -240,6 +239,7 @@ class Worker:
                 self._exchange(self._sleep_s())
                 if self._engine.has_work and self._may_answer() and not self._blocked:
                     self._busy.set()
+                    self._before_step()
                     self._step()
                 # Grammars are compiled elsewhere, but those who wait for them must hear that this process lives.
                 if (self._engine.has_work or self._engine.compiling) and self._may_answer():
@@ -413,9 +413,7 @@ class Worker:
             return
         for message in messages:
             if isinstance(message, Submit):
-                reply = self._send_on(message, link) or self._runs.submit(
-                    message, link.owner, self._clock(), came_s
-                )
+                reply = self._send_on(message, link) or self._runs.submit(message, link.owner, self._clock(), came_s)
                 if reply is not None:
                     link.send(reply)
                 if self._spans is not None and not isinstance(reply, Failed):

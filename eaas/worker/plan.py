@@ -14,9 +14,11 @@ from eaas.worker.request import Chunk, Request, TokenArray
 FREE = 0xFFFF
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+@dataclass(kw_only=True, slots=True, eq=False)
 class StepTaps:
     """What a step records of some of its rows, and where to (eaas.worker.taps).
+
+    Steps of the same rows may be given the same object, with another frame each.
 
     Args:
         rows: int32 [r], ascending.

@@ -110,9 +110,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=Tr
         if len(self.logit_bias) > MAX_BIASES:
             raise ValueError(f"{len(self.logit_bias)} biases were given; at most {MAX_BIASES} are possible")
         if len(self.bad_tokens) > MAX_BAD:
-            raise ValueError(
-                f"{len(self.bad_tokens)} bad sequences were given; at most {MAX_BAD} are possible"
-            )
+            raise ValueError(f"{len(self.bad_tokens)} bad sequences were given; at most {MAX_BAD} are possible")
         if not all(-MOST_BIAS <= bias <= MOST_BIAS for _, bias in self.logit_bias):
             raise ValueError(f"a bias is outside -{MOST_BIAS:g} to {MOST_BIAS:g}")
         if self.grammar is not None and self.ignore_eos:
@@ -166,6 +164,7 @@ class Inspect(msgspec.Struct, kw_only=True, frozen=True, tag="inspect", omit_def
     rows of the requests that are submitted as inspected. Sent again, it changes nothing.
 
     Args:
+        model: The name by which clients ask for what is served.
         statistics: Of each row its mean, root mean square, greatest magnitude, and count of numbers that are not
             finite (eaas.worker.taps.STATISTICS), in place of its numbers.
         policy: What gives way where the ring is full: the oldest rows, the newest, or serving, which waits.
@@ -176,6 +175,7 @@ class Inspect(msgspec.Struct, kw_only=True, frozen=True, tag="inspect", omit_def
 
     id: InspectionId
     taps: Annotated[list[Annotated[str, msgspec.Meta(max_length=64)]], msgspec.Meta(max_length=1024)]
+    model: str | None = None
     statistics: bool = False
     policy: Literal["drop-oldest", "drop-newest", "block"] = "drop-oldest"
     sink: Literal["safetensors", "npy", "arrow", "spans", "views"] = "safetensors"
@@ -204,10 +204,9 @@ class Hello(msgspec.Struct, kw_only=True, frozen=True, tag="hello"):
 
 
 class Token(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One token of one request. `finish` is not empty on its last: "stop" for an end or stop token (which
-    is this one, carried so that the log is complete), "complete" when this token is text and the grammar lets
-    nothing follow it, "length" at max_tokens. `top`: the likeliest (token, logprob) pairs, the best first; empty
-    unless asked for."""
+    """One token of one request. `finish` is not empty on its last: "stop" for an end or stop token (which is this one,
+    carried so that the log is complete), "complete" when this token is text and the grammar lets nothing follow it,
+    "length" at max_tokens. `top`: the likeliest (token, logprob) pairs, the best first; empty unless asked for."""
 
     id: str
     attempt: int
@@ -346,18 +345,12 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def encode(message: ToWorker | ToGateway) -> bytes:
-    """One message as a frame.
-
-    Raises:
-        ProtocolError: the message is larger than MAX_BODY_BYTES.
-    """
+    """One message as a frame. Raises ProtocolError: the message is larger than MAX_BODY_BYTES."""
     frame = bytearray(LENGTH_BYTES)
     _encoder.encode_into(message, frame, LENGTH_BYTES)
     body_bytes = len(frame) - LENGTH_BYTES
     if body_bytes > MAX_BODY_BYTES:
-        raise ProtocolError(
-            f"A message of {body_bytes} bytes is over the limit of {MAX_BODY_BYTES}; shorten it."
-        )
+        raise ProtocolError(f"A message of {body_bytes} bytes is over the limit of {MAX_BODY_BYTES}; shorten it.")
     frame[:LENGTH_BYTES] = body_bytes.to_bytes(LENGTH_BYTES, "big")
     return bytes(frame)
 
@@ -394,9 +387,7 @@ class MessageReader(Generic[M]):
             try:
                 messages.append(self._decoder.decode(received[body_start:end]))
             except (msgspec.DecodeError, ValueError, RecursionError) as error:
-                raise ProtocolError(
-                    f"A frame of {body_bytes} bytes is no message for this side: {error}"
-                ) from None
+                raise ProtocolError(f"A frame of {body_bytes} bytes is no message for this side: {error}") from None
             start = end
         if pending_before:
             del pending[:start]

@@ -73,7 +73,6 @@ class Run:
 
     @property
     def is_alone(self) -> bool:
-        """Whether nobody listens."""
         return self.request.owner == NOBODY and not self.others
 
 
@@ -198,8 +197,6 @@ class Runs:
         named = Listener(request.owner, request.id, request.attempt)
         return [one for one in (named, *(run.others if run else ())) if one.owner != NOBODY]
 
-    # -- inside ----------------------------------------------------------------------------------------------
-
     def _spread(self, told: dict[int, list[T]]) -> None:
         for owner in {owner for owner, _ in self._shared}:
             for one in list(told.get(owner, ())):
@@ -214,7 +211,7 @@ class Runs:
         if run is None:
             request = self._engine.find(owner, id)
             run = None if request is None else self._run_of(request)
-            if run is None or not self._engine.rename(run.request, NOBODY, run.request.key, 0):
+            if run is None or not self._engine.scheduler.rename(run.request, NOBODY, run.request.key, 0):
                 return None
             if self._shared.pop((owner, id), None) is not None:
                 self._shared[NOBODY, run.request.key] = run
@@ -262,7 +259,7 @@ class Runs:
         if len(run.others) >= MOST_LISTENERS or compiling:
             return False
         if self._alone.pop(request.key, None) is not None:
-            return self._engine.rename(request, *listener)
+            return self._engine.scheduler.rename(request, *listener)
         run.others.append(listener)
         self._others[listener.owner, listener.id] = self._shared[request.owner, request.id] = run
         return True
@@ -276,9 +273,7 @@ class Runs:
 def _is_kept(message: Submit) -> bool:
     """Whether the tokens of a request are all that there is to tell of it, and the same whenever it is computed."""
     params = message.params
-    return bool(message.key) and not (
-        params.prompt_logprobs >= 0 or params.wants_routing or params.drop_lost_experts
-    )
+    return bool(message.key) and not (params.prompt_logprobs >= 0 or params.wants_routing or params.drop_lost_experts)
 
 
 def _answers(request: Request, message: Submit) -> bool:

@@ -138,8 +138,7 @@ class SlotSampler:
 
     def rows(self, plan: StepPlan) -> np.ndarray:
         """How to sample the step: `eaas.native.SAMPLE_ROW`, one for each of its logits rows, brought up to date. What
-        they point at is valid until the requests' next tokens are known.
-        """
+        they point at is valid until the requests' next tokens are known."""
         indexes: list[int] = []
         slots = plan.slots
         for slot, request in zip(slots.tolist(), plan.requests, strict=True):
@@ -276,9 +275,7 @@ class SlotSampler:
             request=request,
             prompt=request.prompt if repeats else _NOTHING,
             output=np.empty(params.max_tokens, dtype=np.int32) if penalised else _NOTHING,
-            ends=np.array(
-                sorted(token for token in request.stops if early and token < self._vocab), dtype=np.int32
-            ),
+            ends=np.array(sorted(token for token in request.stops if early and token < self._vocab), dtype=np.int32),
             bad=BadWords(params.bad_tokens) if params.bad_tokens else None,
             allowed=bits_of(params.allowed_token_ids, self._vocab) if params.allowed_token_ids else _NOTHING,
             biased=np.array([token for token, _ in params.logit_bias], dtype=np.int32),

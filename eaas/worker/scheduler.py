@@ -24,7 +24,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from msgspec.structs import replace
@@ -135,9 +135,7 @@ class Scheduler:
         self._forced: dict[int, NDArray[np.uint16]] = {}  # by slot
         # Those that run and may be recorded, by slot: another object after each change. And what is of a step's rows.
         self._inspected: Mapping[int, Request] = {}
-        self.record: Callable[[TokenArray, Mapping[int, Request]], StepTaps | None] = lambda seqs, requests: (
-            None
-        )
+        self.record: Callable[[TokenArray, Mapping[int, Request]], StepTaps | None] = lambda seqs, requests: None
         self._decode_slots: TokenArray | None = None
         self.step_time = StepTime(config.step_tokens)
         self._mixed_steps = 0  # with chunks, one after another
@@ -180,11 +178,7 @@ class Scheduler:
         return self._live.get((owner, id))
 
     def add(self, request: Request) -> None:
-        """Queue a request.
-
-        Raises:
-            Refused: it can never be served here, or not now (overloaded); nothing is kept.
-        """
+        """Queue a request. Raises Refused: it can never be served here, or not now (overloaded); nothing is kept."""
         config, pool, params = self.config, self.pool, request.params
         if not len(request.prompt):
             raise Refused("bad_request", "The prompt has no tokens; at least 1 is needed.")
@@ -210,14 +204,10 @@ class Scheduler:
                 f"({pool.blocks * pool.block_tokens} tokens). Ask for fewer tokens or raise --kv-tokens.",
             )
         if self.waiting >= config.max_waiting and not has_room(
-            {flow.share: len(flow.waiting) for flow in self._flows.waiting()},
-            request.share,
-            config.max_waiting,
+            {flow.share: len(flow.waiting) for flow in self._flows.waiting()}, request.share, config.max_waiting
         ):
             raise Refused(
-                "overloaded",
-                f"{self.waiting} requests wait here, which is the limit; try again later.",
-                retryable=True,
+                "overloaded", f"{self.waiting} requests wait here, which is the limit; try again later.", retryable=True
             )
         self._arrivals += 1
         request.order = self._arrivals
@@ -238,7 +228,8 @@ class Scheduler:
         return True
 
     def rename(self, request: Request, owner: int, id: str, attempt: int) -> bool:
-        """Have a live request go by another name, which no other has; False if it is not here."""
+        """Have a live request go by another name, which no other has; False if it is not here, as while its grammar is
+        compiled."""
         if self._live.get((request.owner, request.id)) is not request:
             return False
         del self._live[request.owner, request.id]
@@ -280,19 +271,8 @@ class Scheduler:
             self._drafted = len(decoding) < rows <= self.config.step_tokens
             if self._drafted:
                 return self._with_drafts(decoding, slots)
-            positions = self._computed[slots]
-            return StepPlan(
-                token_ids=self._last[slots],
-                positions=positions,
-                seqs=slots,
-                block_tables=self._tables,
-                logits_rows=self._ranks[: len(slots)],
-                requests=decoding,
-                drop=self._droppable(slots),
-                routed=self._routed > 0,
-                forced=forced_rows(self._forced, slots, positions),
-                taps=self.record(slots, self._inspected) if self._inspected else None,
-            )
+            ranks = self._ranks[: len(slots)]
+            return self._step(self._last[slots], self._computed[slots], slots, logits_rows=ranks, requests=decoding)
         return self._mixed(decoding, slots, chunks)
 
     def complete(self, tokens: Sequence[int]) -> list[Emitted]:
@@ -404,8 +384,6 @@ class Scheduler:
         self.preemptions += 1
         insort(last.flow.waiting, last, key=_turn)
         return last
-
-    # -- inside ----------------------------------------------------------------------------------------------
 
     def _between_steps(self) -> None:
         if self._in_flight is not None:
@@ -612,19 +590,14 @@ class Scheduler:
                 requests.append(request)
         # A request that ends its prompt in this step joins self._decoding while `complete` walks the plan.
         self._in_flight = list(decoding), slots, chunks
-        return StepPlan(
-            token_ids=token_ids,
-            positions=positions,
-            seqs=seqs,
-            block_tables=self._tables,
+        return self._step(
+            token_ids,
+            positions,
+            seqs,
             logits_rows=np.array(logits_rows + scored_rows, dtype=np.int32),
             requests=requests,
-            drop=self._droppable(seqs),
             prompt_logprobs=scored,
             begun=self._begun,
-            routed=self._routed > 0,
-            forced=forced_rows(self._forced, seqs, positions),
-            taps=self.record(seqs, self._inspected) if self._inspected else None,
         )
 
     def _with_drafts(self, decoding: list[Request], slots: TokenArray) -> StepPlan:
@@ -636,18 +609,22 @@ class Scheduler:
         token_ids = self._last[seqs]
         token_ids[ahead > 0] = [token for request in decoding for token in request.drafts]
         positions = (self._computed[seqs] + ahead).astype(np.int32)
+        logits_rows = np.arange(len(seqs), dtype=np.int32)
+        requests = [request for request in decoding for _ in range(1 + len(request.drafts))]
+        return self._step(token_ids, positions, seqs, logits_rows=logits_rows, requests=requests, ahead=ahead)
+
+    def _step(self, token_ids: TokenArray, positions: TokenArray, seqs: TokenArray, **more: Any) -> StepPlan:
+        """A step of these rows, with what its requests ask for. more: of the plan's other fields."""
         return StepPlan(
             token_ids=token_ids,
             positions=positions,
             seqs=seqs,
             block_tables=self._tables,
-            logits_rows=np.arange(len(seqs), dtype=np.int32),
-            requests=[request for request in decoding for _ in range(1 + len(request.drafts))],
-            drop=self._droppable(seqs),
+            drop=self._may_drop[seqs] if self._droppers else None,
             routed=self._routed > 0,
             forced=forced_rows(self._forced, seqs, positions),
             taps=self.record(seqs, self._inspected) if self._inspected else None,
-            ahead=ahead,
+            **more,
         )
 
     def _judge(self, decoding: list[Request], tokens: Sequence[int]) -> list[Emitted]:
@@ -685,9 +662,6 @@ class Scheduler:
                 request.drafts = request.constraint.look(drafts)
                 if drafts and not request.drafts:
                     self.speculation.forbidden(request)
-
-    def _droppable(self, seqs: TokenArray) -> NDArray[np.uint8] | None:
-        return self._may_drop[seqs] if self._droppers else None
 
     def _emit(self, request: Request, token: int, row: int) -> Emitted:
         output = request.output

@@ -96,7 +96,5 @@ class Flows:
 
     def next(self, *, background: bool) -> Flow | None:
         """The flow of a class whose request is to be admitted next; None: none waits."""
-        waiting = [
-            flow for flow in self._flows.values() if flow.waiting and flow.share.background == background
-        ]
+        waiting = [flow for flow in self._flows.values() if flow.waiting and flow.share.background == background]
         return min(waiting, key=lambda flow: (flow.ahead, flow.waiting[0].order), default=None)

@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -49,49 +49,30 @@ class Rows:
     parts: Sequence[np.ndarray]
 
 
-class Sink(Protocol):
-    """Who is given rows, by one thread. Any of its methods may raise OSError or SinkFailed."""
+class Sink:
+    """Who is given rows, by one thread: this one keeps none, for whoever wants the views alone.
 
-    @property
-    def where(self) -> str:
-        """In words for whoever reads them: a folder; empty where there is none."""
-        ...
-
-    def take(self, rows: Rows) -> None:
-        """Take what was recorded."""
-        ...
-
-    def flush(self) -> None:
-        """Deliver what was taken."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class NoSink:
-    """For whoever wants the views alone."""
+    Any of its methods may raise OSError or SinkFailed. where: in words for whoever reads them, a folder; empty where
+    there is none.
+    """
 
     where = ""
 
     def take(self, rows: Rows) -> None:
-        """Nothing is kept."""
+        """Take what was recorded."""
 
     def flush(self) -> None:
-        """There is nothing to deliver."""
+        """Deliver what was taken."""
 
     def close(self) -> None:
-        """Nor to close."""
+        """Nothing more is taken."""
 
 
-class FileSink:
+class FileSink(Sink):
     """Parts of rows as files in a folder."""
 
     def __init__(self, folder: Path, taps: Sequence[Tap], about: Mapping[str, str], *, npy: bool) -> None:
-        """Args: about: what each file says of itself.
-
-        Raises:
-            SinkUnusable: the folder cannot be made.
-        """
+        """Args: about: what each file says of itself. Raises SinkUnusable: the folder cannot be made."""
         self.where, self._folder, self._npy, self._about = str(folder), folder, npy, about
         self._names = [tap.name for tap in taps]
         self._rows: list[Rows] = []
@@ -103,7 +84,6 @@ class FileSink:
         self._rows.append(rows)
 
     def flush(self) -> None:
-        """Write a part."""
         rows, self._rows = self._rows, []
         self._part += 1
         stem = f"part-{self._part:06}"
@@ -116,15 +96,10 @@ class FileSink:
             return
         for name, (kind, shape, pieces) in tensors.items():
             head = io.BytesIO()
-            np.lib.format.write_array_header_1_0(
-                head, {"descr": kind, "fortran_order": False, "shape": shape}
-            )
+            np.lib.format.write_array_header_1_0(head, {"descr": kind, "fortran_order": False, "shape": shape})
             self._write(f"{stem}.{name}.npy", [head.getvalue(), *pieces])
         about = {**self._about, "requests": names}
         self._write(f"{stem}.json", [json.dumps(about).encode()])
-
-    def close(self) -> None:
-        """All was written."""
 
     def _write(self, name: str, pieces: Sequence[bytes | memoryview]) -> None:
         partial = self._folder / f".{name}.partial"
@@ -144,9 +119,7 @@ class FileSink:
 Tensor = tuple[str, tuple[int, ...], list[memoryview]]
 
 
-def _tensors(
-    rows: Sequence[Rows], numbers: Mapping[str, int], names: Sequence[str]
-) -> Iterator[tuple[str, Tensor]]:
+def _tensors(rows: Sequence[Rows], numbers: Mapping[str, int], names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
     """Of each tensor its type as numpy names it, its shape, and its bytes in pieces."""
     sequence = np.concatenate([one.sequence for one in rows])
     request = np.array([numbers[name] for one in rows for name in one.requests])
@@ -179,13 +152,11 @@ def _safetensors(tensors: Mapping[str, Tensor], header: dict[str, Any]) -> list[
     return [len(head).to_bytes(8, "little"), head, *pieces]
 
 
-class ArrowSink:
+class ArrowSink(Sink):
     """An Arrow IPC stream, `records-000001.arrows`, with a row of each record."""
 
     def __init__(self, folder: Path, taps: Sequence[Tap], about: Mapping[str, str]) -> None:
-        """Raises:
-        SinkUnusable: no pyarrow, or no folder.
-        """
+        """Raises SinkUnusable: no pyarrow, or no folder."""
         try:
             import pyarrow
         except ImportError:
@@ -212,7 +183,6 @@ class ArrowSink:
         self._stream = pyarrow.ipc.new_stream(self._file, self._schema)
 
     def take(self, rows: Rows) -> None:
-        """Write them."""
         arrow, count, taps = self._arrow, len(rows.requests), len(rows.parts)
         widths = np.repeat([part.shape[1] for part in rows.parts], count)
         columns = [
@@ -222,8 +192,7 @@ class ArrowSink:
             np.tile(rows.positions, taps),
             np.tile(rows.tokens, taps),
             arrow.LargeListArray.from_arrays(
-                np.concatenate(([0], np.cumsum(widths))),
-                np.concatenate([part.ravel() for part in rows.parts]),
+                np.concatenate(([0], np.cumsum(widths))), np.concatenate([part.ravel() for part in rows.parts])
             ),
         ]
         try:
@@ -238,24 +207,17 @@ class ArrowSink:
         self._file.flush()
 
     def close(self) -> None:
-        """End the stream."""
         self._stream.close()
         self._file.close()
 
 
-class SpanSink:
+class SpanSink(Sink):
     """Spans below those of traced requests, about one a second, with the statistics of each tap's rows together."""
 
-    where = ""
-
     def __init__(self, spans: WorkerSpans | None, taps: Sequence[Tap], *, statistics: bool) -> None:
-        """Raises:
-        SinkUnusable: nothing is traced here, or it is not statistics that are recorded.
-        """
+        """Raises SinkUnusable: nothing is traced here, or it is not statistics that are recorded."""
         if spans is None or not statistics:
-            raise SinkUnusable(
-                "The sink `spans` needs attention workers that trace (--trace-url) and statistics only."
-            )
+            raise SinkUnusable("The sink `spans` needs attention workers that trace (--trace-url) and statistics only.")
         self._spans, self._names = spans, [tap.name for tap in taps]
 
     def take(self, rows: Rows) -> None:
@@ -269,32 +231,23 @@ class SpanSink:
             }
             self._spans.add_activations(request, int(rows.positions[mine[0]]), len(mine), events)
 
-    def flush(self) -> None:
-        """The exporter sends by itself."""
 
-    def close(self) -> None:
-        """The spans have ended."""
+def opened(
+    below: Path, worker: str, checkpoint: str, spans: WorkerSpans | None, order: Inspect, taps: Sequence[Tap]
+) -> Sink:
+    """The sink that an inspection asks for. Raises SinkUnusable: there is none such here.
 
-
-def opened(below: Path, worker: str, spans: WorkerSpans | None, order: Inspect, taps: Sequence[Tap]) -> Sink:
-    """The sink that an inspection asks for. Args: worker: its name and incarnation.
-
-    Raises:
-        SinkUnusable: there is none such here.
-    """
+    Args: worker: its name and incarnation. checkpoint: fingerprint of what it serves."""
     folder = below / order.id / worker.replace("/", "-")
-    about = {
-        "inspection": order.id,
-        "worker": worker,
-        "keep": "statistics" if order.statistics else "rows",
-    }
+    about = {"inspection": order.id, "model": order.model or "", "checkpoint": checkpoint}
+    about |= {"worker": worker, "keep": "statistics" if order.statistics else "rows"}
     match order.sink:
         case "arrow":
             return ArrowSink(folder, taps, about)
         case "spans":
             return SpanSink(spans, taps, statistics=order.statistics)
         case "views":
-            return NoSink()
+            return Sink()
         case _:
             return FileSink(folder, taps, about, npy=order.sink == "npy")
 

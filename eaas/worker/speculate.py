@@ -228,14 +228,11 @@ class Speculation:
             request.drafts = []
 
     def forget(self, request: Request) -> None:
-        """A request has ended."""
         lookup = self._lookups.pop(request, None)
         if lookup is not None:
             self._vain = lookup.patience[FORCED].vain, lookup.patience[COPIED].vain
             for kind, chance in enumerate(lookup.chances):
                 self._chances[kind] += ALL * (chance - self._chances[kind])
-
-    # -- inside ----------------------------------------------------------------------------------------------
 
     def _worth(self, chances: Sequence[float], rows: int) -> int:
         """How many drafts, with these chances to be kept, are best for a step of so many rows without."""

@@ -27,9 +27,7 @@ OF_EXPERTS = frozenset({"gate", "experts", "expert"})
 MOST_TAPS = 4096
 STATISTICS = ("mean", "rms", "max", "non_finite")
 
-_NAME = re.compile(
-    r"layers\.(?:(\*)|(\d{1,5})(?:-(\d{1,5}))?)\.(attention|gate|experts|residual|expert\.(\d{1,5}))"
-)
+_NAME = re.compile(r"layers\.(?:(\*)|(\d{1,5})(?:-(\d{1,5}))?)\.(attention|gate|experts|residual|expert\.(\d{1,5}))")
 
 
 class TapInvalid(ValueError):
@@ -72,11 +70,7 @@ def taps_of(names: Iterable[str], spec: ModelSpec) -> tuple[Tap, ...]:
     return tuple(
         sorted(
             found,
-            key=lambda tap: (
-                tap.layer + (tap.kind in KINDS[5:7]) * spec.layers,
-                KINDS.index(tap.kind),
-                tap.expert,
-            ),
+            key=lambda tap: (tap.layer + (tap.kind in KINDS[5:7]) * spec.layers, KINDS.index(tap.kind), tap.expert),
         )
     )
 

@@ -35,11 +35,9 @@ class SecureConnection:
         return self._connection.fileno()
 
     def setblocking(self, blocking: bool) -> None:
-        """As of a socket."""
         self._connection.setblocking(blocking)
 
     def setsockopt(self, level: int, option: int, value: int) -> None:
-        """As of a socket."""
         self._connection.setsockopt(level, option, value)
 
     def send(self, data: bytes | bytearray) -> int:

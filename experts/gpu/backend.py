@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from experts import grouped
-from experts.gpu.client import ACTIVATION_PAIRS, GpuClient
+from experts.gpu.client import GpuClient
 from experts.gpu.ffn import ffn_fp8_reference, ffn_reference, quantize_reference
 from experts.gpu.layout import ExchangeShape, RowsOut
 from experts.gpu.server import Batch, GpuServer, GroupedExperts
@@ -69,7 +69,6 @@ class GpuBackend:
 
     wire_version = SEALED_VERSION
     most_slot_bytes = 1 << 28
-    activation_rows = ACTIVATION_PAIRS
     rings_lanes = False
 
     def __init__(self, device: torch.device) -> None:
@@ -80,15 +79,9 @@ class GpuBackend:
         self._reserved: ExpertWeights | Fp8ExpertWeights | None = None
 
     def numerics_class(self, dtype: Dtype) -> str:
-        """Of bfloat16 or float8 products: the chip's generation and the compiler are part of it.
-
-        Raises:
-            ValueError: another dtype is asked for, or this GPU has no float8.
-        """
+        """Of bfloat16 or float8 products: the chip's generation and the compiler are part of it."""
         if dtype is Dtype.FP8:
-            found = (
-                torch.cuda.get_device_capability(self.device) if self.device.type == "cuda" else _LEAST_FP8
-            )
+            found = torch.cuda.get_device_capability(self.device) if self.device.type == "cuda" else _LEAST_FP8
             if found < _LEAST_FP8:
                 raise ValueError(
                     f"{self.device} has compute capability {found[0]}.{found[1]}; experts in fp8 need"
@@ -102,12 +95,7 @@ class GpuBackend:
         return numerics_class(self.device)
 
     def self_test(self, dtype: Dtype) -> None:
-        """Run a small expert through the server's own kernels and compare with the definition.
-
-        Raises:
-            ValueError: there are no kernels of this dtype.
-            KernelsBroken: the results differ by more than rounding explains.
-        """
+        """Run a small expert through the server's own kernels; ValueError where there are none of this dtype."""
         self.numerics_class(dtype)
         inter, hidden, rows = _SELF_TEST
         generator = torch.Generator().manual_seed(20250917)
@@ -116,9 +104,7 @@ class GpuBackend:
         if dtype is Dtype.FP8:
             draw = np.random.default_rng(20250917)
             gate, up, down = (grouped.sample(dtype, *size, draw) for size in sizes)
-            wanted = ffn_fp8_reference(
-                x, *(torch.from_numpy(w.dequantized()).double() for w in (gate, up, down))
-            )
+            wanted = ffn_fp8_reference(x, *(torch.from_numpy(w.dequantized()).double() for w in (gate, up, down)))
             # An activation near a boundary of float8 may be rounded the other way.
             bound = 2e-2
         else:
@@ -135,11 +121,7 @@ class GpuBackend:
             )
 
     def window(self, wire: WireShape, most_tokens: int, slots: int) -> WindowLayout:
-        """A frame of the largest kind fits a slot. `slots` is the exchange's own affair.
-
-        Raises:
-            ValueError: no such frame can be, or a step may have more rows than a frame holds.
-        """
+        """A frame of the largest kind fits a slot. `slots` is the exchange's own affair."""
         if most_tokens > CAPACITY:
             raise ValueError(
                 f"steps of up to {most_tokens} rows; kernels carry at most {CAPACITY} at once. Start with"
@@ -153,14 +135,9 @@ class GpuBackend:
         """Nothing to write: kernels take a window's layout from what was agreed."""
 
     def client(
-        self, wire: WireShape, *, incarnation: int, lanes: int, bell_page: int, max_tokens: int,
-        patience_s: float,
-    ) -> GpuClient:  # fmt: skip
-        """Its calls wait until their deadline; those of more rows than `window` allowed are refused.
-
-        Raises:
-            ValueError: the kernels cannot carry rows of this shape.
-        """
+        self, wire: WireShape, *, incarnation: int, lanes: int, bell_page: int, max_tokens: int, patience_s: float
+    ) -> GpuClient:
+        """Its calls wait until their deadline; those of more rows than `window` allowed are refused."""
         return GpuClient(
             exchange_shape(wire),
             servers=MOST_SERVERS,
@@ -216,9 +193,8 @@ def _weights_of(dtype: Dtype) -> type[ExpertWeights | Fp8ExpertWeights]:
 
 
 def compute_rows(
-    x: torch.Tensor, gate: Matrix | Quantized, up: Matrix | Quantized, down: Matrix | Quantized,
-    device: torch.device,
-) -> torch.Tensor:  # fmt: skip
+    x: torch.Tensor, gate: Matrix | Quantized, up: Matrix | Quantized, down: Matrix | Quantized, device: torch.device
+) -> torch.Tensor:
     """Rows of one expert through the kernels of a server: x bf16 [rows, hidden] to float32 [rows, hidden]."""
     rows, hidden = x.shape
     kept = isinstance(gate, Quantized)

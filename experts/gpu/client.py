@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -41,21 +41,13 @@ ACTIVATION_PAIRS = 180.0
 LEAST_GAIN = 0.03  # of a step's time with the experts, for which another order of replicas is published
 
 
-@dataclass(frozen=True, kw_only=True)
-class Link:
-    """One server as its client sees it.
+class Link(NamedTuple):
+    """One server as its client sees it, in the order of `PeerWord`."""
 
-    Attributes:
-        request: Address of this client's request window at the server.
-        reply: Address of the server's reply window here.
-        incarnation: The server's, u64.
-        live: Whether it may be asked.
-    """
-
-    request: int
-    reply: int
-    incarnation: int
-    live: bool = True
+    request: int  # address of this client's request window at the server
+    reply: int  # address of the server's reply window here
+    incarnation: int  # the server's, u64
+    live: bool = True  # whether it may be asked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +78,6 @@ class GpuClient:
     """Expert calls of one attention worker: `experts.backend.ClientBackend`.
 
     Args:
-        shape: Agreed with the servers.
         servers: Places for servers, at most 64.
         replicas: Of an expert, at most 8.
         incarnation: This client's own, u64.
@@ -222,23 +213,12 @@ class GpuClient:
         return {place: count for place, count in enumerate(owed) if count}
 
     def apply(self, *arguments: object, **named: object) -> NoReturn:
-        """Rows lie in the device's memory here.
-
-        Raises:
-            TypeError: always.
-        """
-        raise TypeError(
-            "rows in the host's memory cannot be sent from a GPU's client; serve with --device cpu."
-        )
+        raise TypeError("rows in the host's memory cannot be sent from a GPU's client; serve with --device cpu.")
 
     # -- servers, from any thread --------------------------------------------------------------------------------
 
     def add_server(self, link: ServerLink) -> int:
-        """A place for a server, which the next step sees.
-
-        Raises:
-            LinkRefused: there is none, or the windows have another layout.
-        """
+        """The next step sees it."""
         self.shape.require_windows(link.slots, request_bytes=link.tx_bytes, reply_bytes=link.rx_bytes)
         with self._lock:
             free = set(range(self.tables.servers)) - self._links.keys() - self._leaving
@@ -255,7 +235,6 @@ class GpuClient:
         return place
 
     def remove_server(self, place: int) -> None:
-        """Ask nothing of it any more; `is_idle` says when its windows are nobody's."""
         with self._lock:
             if self._links.pop(place, None) is not None:
                 self._leaving.add(place)
@@ -263,7 +242,6 @@ class GpuClient:
                 self._settle()
 
     def is_idle(self, place: int) -> bool:
-        """Whether no step can still touch the windows of a place."""
         with self._lock:
             self._leaving -= {place} - self._changed
             return place not in self._links and place not in self._changed
@@ -280,10 +258,7 @@ class GpuClient:
             self._settle()
 
     def take_routed(self) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
-        """Rows asked of each expert since the last time, and steps that asked any: [layers * experts] each.
-
-        What steps of the last COUNT_S asked may come with the next time.
-        """
+        """What steps of the last COUNT_S asked may come with the next time."""
         with self._lock:
             if not self._in_step:
                 self._count()
@@ -293,7 +268,6 @@ class GpuClient:
         return taken[0].ravel(), taken[1].ravel()
 
     def stats(self, place: int) -> ServerStats:
-        """What was seen of a server."""
         with self._lock:
             replies, pairs, service_ns = self._seen[place, : SeenWord.SERVICE_NS + 1].tolist()
             late = int(self._late[place])
@@ -367,9 +341,7 @@ class GpuClient:
         with torch.cuda.stream(self.stream):
             for place in self._changed:
                 link = self._links.get(place)
-                self.link(
-                    place, link and Link(request=link.tx, reply=link.rx, incarnation=link.server_incarnation)
-                )
+                self.link(place, link and Link(request=link.tx, reply=link.rx, incarnation=link.server_incarnation))
             routes = None
             if self._pending is not None:
                 table = self._pending[1]
@@ -396,9 +368,7 @@ class GpuClient:
         if not 0 <= place < self.tables.servers:
             raise ValueError(f"place is {place}; 0 to {self.tables.servers - 1} exist.")
         if link is not None and (link.request % 64 or link.reply % 64):
-            raise ValueError(
-                f"windows at {link.request:#x} and {link.reply:#x}; multiples of 64 bytes are needed."
-            )
+            raise ValueError(f"windows at {link.request:#x} and {link.reply:#x}; multiples of 64 bytes are needed.")
         self._written[place] = link
         self.tables.forget(place)
 
@@ -413,11 +383,7 @@ class GpuClient:
         """
         if routes is not None:
             self._routes = torch.as_tensor(routes, dtype=torch.int32).contiguous().cpu()
-        rows = [
-            (link.request, link.reply, link.incarnation, int(link.live)) if link else (0, 0, 0, 0)
-            for link in self._written
-        ]
-        self.tables.publish(rows, self._routes)
+        self.tables.publish([link or (0, 0, 0, 0) for link in self._written], self._routes)
 
 
 @triton.jit

@@ -97,9 +97,7 @@ def combine_kernel(
         answer_at = tl.where(here, tl.load(row + ASKED.REPLY, mask=here, other=0) + answer, blank)
         weight = tl.load(weights + token * K + k, mask=there, other=0.0)
         stamps = row_stamp(
-            tl.load(row + ASKED.SEQUENCE, mask=here, other=0),
-            tl.load(control + CLIENT.INCARNATION),
-            token * K + k,
+            tl.load(row + ASKED.SEQUENCE, mask=here, other=0), tl.load(control + CLIENT.INCARNATION), token * K + k
         )
         lost = tl.sum((there & (here == 0)).to(tl.int32), axis=0)
 
@@ -108,9 +106,7 @@ def combine_kernel(
         seal_at = tl.zeros([BACK_THREADS], tl.int64)
         for i in tl.static_range(K):
             seal_at = tl.where(lane == i, tl.sum(tl.where(k == i, answer_at, 0), axis=0), seal_at)
-        seals = tl.load(
-            (seal_at + ANSWER_SEAL).to(tl.pointer_type(tl.uint64)), mask=lane < K, other=0, volatile=True
-        )
+        seals = tl.load((seal_at + ANSWER_SEAL).to(tl.pointer_type(tl.uint64)), mask=lane < K, other=0, volatile=True)
         index = tl.arange(0, ANSWER_TILE)
         fold = tl.zeros([ANSWER_TILE], tl.uint64)
         even = tl.zeros([ANSWER_TILE], tl.float32)
@@ -163,10 +159,7 @@ def tell_who(
         at = tl.sum(tl.where(mine, answer_at, 0), axis=0)
         words = answer_words(at, HIDDEN, ANSWER_TILE)
         seal = tl.load(
-            (at + lane * 0 + ANSWER_SEAL).to(tl.pointer_type(tl.uint64)),
-            mask=lane == 0,
-            other=0,
-            volatile=True,
+            (at + lane * 0 + ANSWER_SEAL).to(tl.pointer_type(tl.uint64)), mask=lane == 0, other=0, volatile=True
         )
         rest = tl.sum(folded(words, index, token * K + number), axis=0) - tl.sum(seal, axis=0)
         rest += tl.sum(tl.where(mine & here, stamps, 0), axis=0)

@@ -20,14 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from experts.gpu.pack import (
-    choose_servers,
-    covered_blocks,
-    grade_servers,
-    list_row,
-    send_row,
-    write_header,
-)
+from experts.gpu.pack import choose_servers, covered_blocks, grade_servers, list_row, send_row, write_header
 from experts.gpu.tables import ClientTables
 from experts.gpu.words import ASKED, CLIENT, PEER, SLOT, VERDICT, WIRE
 from p2p.device import clock_ns, is_last, signal
@@ -57,9 +50,7 @@ def dispatch_reference(
     return chosen, rows
 
 
-def dispatch(
-    tables: ClientTables, layer: int, rows: torch.Tensor, ids: torch.Tensor, n_rows: torch.Tensor,
-) -> None:  # fmt: skip
+def dispatch(tables: ClientTables, layer: int, rows: torch.Tensor, ids: torch.Tensor, n_rows: torch.Tensor) -> None:
     """Send a call's tokens.
 
     Args:
@@ -78,9 +69,7 @@ def dispatch(
     )  # fmt: skip
 
 
-def check_rows(
-    tables: ClientTables, layer: int, rows: torch.Tensor, ids: torch.Tensor, n_rows: torch.Tensor
-) -> None:
+def check_rows(tables: ClientTables, layer: int, rows: torch.Tensor, ids: torch.Tensor, n_rows: torch.Tensor) -> None:
     """What a call's rows, ids and count must be.
 
     Raises:
@@ -187,9 +176,7 @@ def dispatch_kernel(
     grade, slot = grade_servers(peers, suspect, owed, copy, none, none, SERVERS, WIDTH, SLOTS)
     slot_at = slots_at(peers, copy, slot, SERVERS, WIDTH, REQUEST_STRIDE)
     if token < count:
-        chosen = choose_servers(
-            routes, layer, expert, here, grade, copy, LAYERS, EXPERTS, REPLICAS, WIDTH, WIDE
-        )
+        chosen = choose_servers(routes, layer, expert, here, grade, copy, LAYERS, EXPERTS, REPLICAS, WIDTH, WIDE)
         tl.store(place + token * K + k, chosen, mask=here)
         peer = peers + (copy * SERVERS + server) * PEER.WORDS
         incarnation = tl.load(peer + PEER.INCARNATION, mask=server < SERVERS, other=0)
@@ -209,9 +196,7 @@ def dispatch_kernel(
         now = clock_ns(control + CLIENT.CLOCK, SEND_THREADS)
         step = tl.load(control + CLIENT.STEP)
         fresh = step != tl.load(control + CLIENT.STEP_SEEN)
-        deadline = tl.where(
-            fresh, now + tl.load(control + CLIENT.BUDGET_NS), tl.load(control + CLIENT.DEADLINE_NS)
-        )
+        deadline = tl.where(fresh, now + tl.load(control + CLIENT.BUDGET_NS), tl.load(control + CLIENT.DEADLINE_NS))
         end = tl.where(fresh, now + tl.load(control + CLIENT.RUN_NS), tl.load(control + CLIENT.END_NS))
         # Of a step that waits no longer nobody is asked anything: he would compute for nothing.
         pairs = tl.where(there & (now < end), pairs, 0)

@@ -37,15 +37,7 @@ import triton.language as tl
 
 from experts.gpu.group import Groups
 from experts.gpu.pack import LARGEST, LEAST, e4m3_codes
-from experts.gpu.tiles import (
-    BLOCK,
-    k_tiles_of,
-    place_of,
-    products,
-    programs,
-    row_offsets,
-    store_products,
-)
+from experts.gpu.tiles import BLOCK, k_tiles_of, place_of, products, programs, row_offsets, store_products
 from experts.gpu.weights import FP8_TILE, ExpertWeights, Fp8ExpertWeights
 from p2p.device import INTERPRET
 
@@ -83,9 +75,7 @@ def quantize_reference(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return q.view(padded.shape), largest * (1 / LARGEST)
 
 
-def ffn_fp8_reference(
-    x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor
-) -> torch.Tensor:
+def ffn_fp8_reference(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
     """The definition in double: x [m, H], dequantized gate and up [I, H] and down [H, I], to float64 [m, H]."""
 
     def rounded(rows: torch.Tensor) -> torch.Tensor:

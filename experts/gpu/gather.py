@@ -41,9 +41,7 @@ def gather(tables: ServerTables, rows: torch.Tensor, scales: torch.Tensor | None
     narrow = shape.rows_out is RowsOut.E4M3
     dtype = torch.float8_e4m3fn if narrow else torch.bfloat16
     if rows.dtype != dtype or tuple(rows.shape) != needed or not rows.is_contiguous():
-        raise ValueError(
-            f"rows: found {rows.dtype} {tuple(rows.shape)}, needed {dtype} {needed}, contiguous."
-        )
+        raise ValueError(f"rows: found {rows.dtype} {tuple(rows.shape)}, needed {dtype} {needed}, contiguous.")
     wanted = (torch.float32, (needed[0], needed[1] // SCALE_GROUP)) if narrow else None
     found = None if scales is None else (scales.dtype, tuple(scales.shape))
     if found != wanted:
@@ -84,16 +82,13 @@ def gather_kernel(
             at = tl.load(job + JOB.REQUEST) + SLOT.PAYLOAD + ROWS_OFFSET + place % CAPACITY * ROW_STRIDE
             index = tl.arange(0, ROW_TILE)
             row = tl.multiple_of(at.to(tl.pointer_type(tl.uint32)), 64)
-            row_words: tl.constexpr = (
-                HIDDEN // 2 if ROWS_OUT == OUT.BF16 else HIDDEN // 4 + HIDDEN // WIRE.SCALE_GROUP
-            )
+            row_words: tl.constexpr = HIDDEN // 2 if ROWS_OUT == OUT.BF16 else HIDDEN // 4 + HIDDEN // WIRE.SCALE_GROUP
             # Volatile: loaded once, and what is stored is what is summed.
             words = tl.load(row + index, mask=index < row_words, other=0, volatile=True)
             lane = tl.arange(0, THREADS)
             seal = tl.load(
-                (at + ROW_SEAL + lane * 0).to(tl.pointer_type(tl.uint64)),
-                mask=lane == 0, other=0, volatile=True,
-            )  # fmt: skip
+                (at + ROW_SEAL + lane * 0).to(tl.pointer_type(tl.uint64)), mask=lane == 0, other=0, volatile=True
+            )
             total = tl.sum(folded(words, index, token), axis=0) - tl.sum(seal, axis=0)
             total += row_stamp(tl.load(job + JOB.SEQUENCE), tl.load(control + SERVER.INCARNATION), token)
             # For `reply` to look at: here some threads of a program might see it, and others not yet.

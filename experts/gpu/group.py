@@ -111,13 +111,9 @@ def group(
     pairs = slots.numel()
     for name, tensor in (("slots", slots), ("n", n), ("table", slots if table is None else table)):
         if tensor.dtype != torch.int32 or not tensor.is_contiguous():
-            raise ValueError(
-                f"{name} is {tensor.dtype} with strides {tensor.stride()}; contiguous int32 is needed."
-            )
+            raise ValueError(f"{name} is {tensor.dtype} with strides {tensor.stride()}; contiguous int32 is needed.")
     if not 0 < pairs <= out.order.numel():
-        raise ValueError(
-            f"{pairs} pairs, and groups with room for {out.order.numel()}. Allocate them for {pairs}."
-        )
+        raise ValueError(f"{pairs} pairs, and groups with room for {out.order.numel()}. Allocate them for {pairs}.")
     read = slots if table is None else table
     shape = {"TILE": out.tile, "TABLE": table is not None, "enable_fp_fusion": False}
     if pairs <= SMALL:

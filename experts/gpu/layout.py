@@ -30,8 +30,8 @@ from typing import Final
 
 from experts import wire
 from experts.backend import LinkRefused
-from p2p.frame import MAGIC, PAYLOAD_OFFSET, VERSION
-from p2p.window import PAGE_BYTES, WindowLayout
+from p2p.frame import MAGIC, VERSION
+from p2p.window import WindowLayout
 
 FLAG_SEALED_ROWS: Final = 1
 LISTED: Final = 1 << 16
@@ -292,9 +292,7 @@ class ExchangeShape:
     @property
     def reply_window(self) -> WindowLayout:
         """The window at the client that one server writes."""
-        return WindowLayout(
-            slots=self.slots, payload_bytes=wire.HEADER_BYTES + self.pairs * self.answer_stride
-        )
+        return WindowLayout(slots=self.slots, payload_bytes=wire.HEADER_BYTES + self.pairs * self.answer_stride)
 
     def require_windows(self, slots: int, *, request_bytes: int, reply_bytes: int) -> None:
         """Whether windows have room for all that kernels touch, who go by this shape alone.
@@ -338,11 +336,7 @@ def row_warps(words: int) -> int:
     return max(1, min(16, power_of_two(words) // 128))
 
 
-FIRST_SLOT: Final = PAGE_BYTES
-PAYLOAD: Final = PAYLOAD_OFFSET
-
-
-def constants_of(names: Iterable[str], shape: ExchangeShape) -> dict[str, int]:
-    """Those of the shape's constants that a kernel with arguments of these names takes."""
-    known = shape.constants()
+def constants_of(names: Iterable[str], shape: ExchangeShape, own: dict[str, int]) -> dict[str, int]:
+    """Those of the shape's constants, and of these, that a kernel with arguments of these names takes."""
+    known = shape.constants() | own
     return {name: known[name] for name in names if name in known}

@@ -72,9 +72,7 @@ def choose_servers(
 
 
 @triton.jit
-def list_row(
-    slot_at, usable, chosen, expert, token, rows, K: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr
-):
+def list_row(slot_at, usable, chosen, expert, token, rows, K: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr):
     """Write one token's words into the lists of all usable servers, its own pairs among them or not.
 
     Returns:
@@ -88,9 +86,7 @@ def list_row(
     ship(slot_at + (SLOT.LIST + token * K * 4), usable, 4 * K)
     index = at + WIRE.WORDS
     blocks = covered_blocks(rows, K)
-    weight = frame_key((index % WIRE.BLOCK_WORDS).to(tl.uint64)) * block_power(
-        blocks - 1 - index // WIRE.BLOCK_WORDS
-    )
+    weight = frame_key((index % WIRE.BLOCK_WORDS).to(tl.uint64)) * block_power(blocks - 1 - index // WIRE.BLOCK_WORDS)
     fold = tl.sum(word.to(tl.uint64) * weight[:, None], axis=0)
     return fold, tl.sum(match.to(tl.int64), axis=0)
 

@@ -30,16 +30,7 @@ import triton.language as tl
 from experts.gpu.pack import covered_blocks, header_fold, header_words
 from experts.gpu.tables import ServerTables
 from experts.gpu.words import COUNT, HEAD, JOB, PEER, SERVER, SLOT, STATUS, WIRE
-from p2p.device import (
-    block_power,
-    clock_ns,
-    frame_key,
-    lease_clock_ns,
-    load_acquire,
-    load_once,
-    mix,
-    pause_ns,
-)
+from p2p.device import block_power, clock_ns, frame_key, lease_clock_ns, load_acquire, load_once, mix, pause_ns
 
 POLL_WARPS = 4
 
@@ -226,9 +217,7 @@ def poll_kernel(
             known = asks & (expert >= 0) & (expert < EXPERTS)
             place = tl.load(held + layer * EXPERTS + expert, mask=known, other=-1)
             # Whoever asks for it first in this pass, of all clients, counts it.
-            last = tl.atomic_xchg(
-                asked_in + layer * EXPERTS + expert, number + index * 0, mask=known, sem="relaxed"
-            )
+            last = tl.atomic_xchg(asked_in + layer * EXPERTS + expert, number + index * 0, mask=known, sem="relaxed")
             activated += tl.sum((known & (last != number)).to(tl.int64), axis=0)
             rank = taken + tl.cumsum(asks.to(tl.int32), axis=0) - 1
             mine = asks & (rank < claimed)

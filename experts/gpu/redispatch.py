@@ -69,14 +69,10 @@ def send_again(
         # Whoever was asked before may have answered after all.
         left, _ = asked_of(was, before, asked, token, attempt - 1, server, SERVERS, K, CAPACITY, WIDTH, WIDE)
         late = here & left & (verdict > VERDICT.ARRIVED)
-        chosen = choose_servers(
-            routes, layer, expert, late, grade, copy, LAYERS, EXPERTS, REPLICAS, WIDTH, WIDE
-        )
+        chosen = choose_servers(routes, layer, expert, late, grade, copy, LAYERS, EXPERTS, REPLICAS, WIDTH, WIDE)
         whose = (was % SERVERS)[:, None] == server[None, :]
         kept_here = late & (chosen < 0)
-        later = choose_servers(
-            routes, layer, expert, kept_here, owes, copy, LAYERS, EXPERTS, REPLICAS, WIDTH, WIDE
-        )
+        later = choose_servers(routes, layer, expert, kept_here, owes, copy, LAYERS, EXPERTS, REPLICAS, WIDTH, WIDE)
         kept += tl.sum(kept_here.to(tl.int32), axis=0)
         hope |= tl.max((later >= 0).to(tl.int32), axis=0)
         moved += tl.sum((whose & (chosen >= 0)[:, None]).to(tl.int64), axis=0)

@@ -48,9 +48,7 @@ def reply(tables: ServerTables, out: torch.Tensor) -> None:
     shape = tables.shape
     needed = (tables.pairs, shape.hidden)
     if out.dtype != torch.bfloat16 or tuple(out.shape) != needed or not out.is_contiguous():
-        raise ValueError(
-            f"out: found {out.dtype} {tuple(out.shape)}, needed torch.bfloat16 {needed}, contiguous."
-        )
+        raise ValueError(f"out: found {out.dtype} {tuple(out.shape)}, needed torch.bfloat16 {needed}, contiguous.")
     warps = row_warps(shape.answer_words)
     reply_kernel[(max(tables.clients, programs(out.device, PROGRAMS)),)](
         out.view(torch.int32), tables.control, tables.jobs, tables.origin, tables.n_pairs, tables.counts,
@@ -92,9 +90,7 @@ def answer_request(
 
 
 @triton.jit
-def count_pass(
-    jobs, counts, control, host, CLIENTS: tl.constexpr, CLIENTS_WIDE: tl.constexpr, THREADS: tl.constexpr
-):
+def count_pass(jobs, counts, control, host, CLIENTS: tl.constexpr, CLIENTS_WIDE: tl.constexpr, THREADS: tl.constexpr):
     """Add a pass that had requests to the counters, and copy them to the host. One program, after all others."""
     client = tl.arange(0, CLIENTS_WIDE)
     job = jobs + client * JOB.WORDS

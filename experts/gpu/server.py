@@ -15,31 +15,25 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from experts.backend import ClientLink, LinkRefused, ServerCounters
+from experts.gpu.client import ACTIVATION_PAIRS
 from experts.gpu.ffn import grouped_ffn
 from experts.gpu.gather import gather
 from experts.gpu.group import Groups, group
-from experts.gpu.layout import (
-    SCALE_GROUP,
-    CountWord,
-    ExchangeShape,
-    HostWord,
-    PeerWord,
-    RowsOut,
-    ServerWord,
-)
+from experts.gpu.layout import SCALE_GROUP, CountWord, ExchangeShape, HostWord, PeerWord, RowsOut, ServerWord
 from experts.gpu.poll import poll
 from experts.gpu.reply import reply
 from experts.gpu.tables import NO_BUDGET_NS, ServerTables, fill, signed
 from experts.gpu.weights import FP8_TILE, ExpertWeights, Fp8ExpertWeights
 from experts.kernels import PackedExpert, Weights, WeightsBroken, unpack_expert
 from experts.quantized import Quantized
+from experts.wire import WireShape
 from p2p.device import CLOCK_STEP_NS, INTERPRET
 
 PASSES = 256  # of one graph
@@ -71,12 +65,8 @@ class Batch:
     out: torch.Tensor
 
 
-class Compute(Protocol):
-    """Launches what fills `batch.out`: experts of any kind."""
-
-    def __call__(self, batch: Batch) -> None:
-        """Enqueue on the current stream; may be captured."""
-        ...
+Compute: TypeAlias = Callable[[Batch], None]
+"""Launches what fills `batch.out`, experts of any kind, on the current stream; may be captured."""
 
 
 class GroupedExperts:
@@ -84,9 +74,7 @@ class GroupedExperts:
 
     def __init__(self, weights: ExpertWeights | Fp8ExpertWeights, pairs: int, device: torch.device) -> None:
         self.weights = weights
-        self._groups = Groups.allocate(
-            pairs=pairs, slots=weights.slots, tile=weights.widest_group, device=device
-        )
+        self._groups = Groups.allocate(pairs=pairs, slots=weights.slots, tile=weights.widest_group, device=device)
         kind = weights.gate_up.dtype
         self._act = torch.zeros(pairs, weights.act_width, dtype=kind, device=device)
         self._act_scales = (
@@ -106,9 +94,7 @@ class GpuServer:
     """Answers requests of clients that write into its windows: `experts.backend.ServerBackend`.
 
     Args:
-        shape: Agreed with the clients.
         clients: Places for clients, at most 64.
-        compute: The experts.
         incarnation: This server's own, u64.
         device: A GPU, or "cpu" in the interpreter.
         idle_s: How long a pass waits for a first request, at most.
@@ -121,18 +107,14 @@ class GpuServer:
         weights: ExpertWeights | Fp8ExpertWeights | None = None,
     ) -> None:  # fmt: skip
         if not 0 < idle_s <= IDLE_S:
-            raise ValueError(
-                f"idle_s is {idle_s}; above 0 and at most {IDLE_S}: a stop must not wait for passes."
-            )
+            raise ValueError(f"idle_s is {idle_s}; above 0 and at most {IDLE_S}: a stop must not wait for passes.")
         self.tables = ServerTables(shape, clients=clients, incarnation=incarnation, device=device)
         self._compute, self._idle_ns, self._weights = compute, int(idle_s * 1e9), weights
         on, rows = self.tables.device, clients * shape.capacity
         narrow = shape.rows_out is RowsOut.E4M3
         scales = torch.zeros(rows, shape.hidden // SCALE_GROUP, device=on) if narrow else None
         self.batch = Batch(
-            rows=torch.zeros(
-                rows, shape.hidden, dtype=torch.float8_e4m3fn if narrow else torch.bfloat16, device=on
-            ),
+            rows=torch.zeros(rows, shape.hidden, dtype=torch.float8_e4m3fn if narrow else torch.bfloat16, device=on),
             scales=scales,
             row_of=self.tables.row_of,
             slots=self.tables.slots,
@@ -167,11 +149,6 @@ class GpuServer:
     # -- clients -------------------------------------------------------------------------------------------------
 
     def add_client(self, link: ClientLink) -> int:
-        """Serve a client; its place.
-
-        Raises:
-            LinkRefused: there is none, or the windows have another layout.
-        """
         # Kernels go by the shape alone: in a smaller window they would touch what is not theirs.
         self.tables.shape.require_windows(link.slots, request_bytes=link.rx_bytes, reply_bytes=link.tx_bytes)
         with self._lock:
@@ -245,9 +222,7 @@ class GpuServer:
             settled = time.monotonic() < end_s
             time.sleep(LOOK_S)
         if not settled:
-            raise TimeoutError(
-                f"passes do not get on in {timeout_s} s; the device is stuck. Restart the server."
-            )
+            raise TimeoutError(f"passes do not get on in {timeout_s} s; the device is stuck. Restart the server.")
 
     def hold(self, layer: int, expert: int, slot: int) -> None:
         """Answer for an expert whose weights lie in `slot`; -1: no more. From the next pass on.
@@ -257,29 +232,32 @@ class GpuServer:
         """
         shape = self.tables.shape
         if not (0 <= layer < shape.layers and 0 <= expert < shape.experts):
-            raise ValueError(
-                f"expert {expert} of layer {layer}; there are {shape.experts} of {shape.layers} layers."
-            )
+            raise ValueError(f"expert {expert} of layer {layer}; there are {shape.experts} of {shape.layers} layers.")
         self._write(lambda: fill(self.tables.held[layer, expert], slot))
 
     # -- experts -------------------------------------------------------------------------------------------------
 
-    def set_expert(
-        self, layer: int, expert: int, gate_up: NDArray[np.uint8], down: NDArray[np.uint8]
-    ) -> None:
-        """Copy a packed expert into a slot, read it back, and answer for it.
+    def add_model(self, wire: WireShape) -> int:
+        """Always raises ValueError: kernels are compiled for the shape of one model."""
+        raise ValueError(
+            f"{wire.shape} cannot be served beside another model on {self.tables.device}: a GPU's server has one."
+            " Start servers of its own for it, or serve both on CPUs."
+        )
 
-        Raises:
-            ValueError: there is no such expert.
-            WeightsBroken: the device's memory holds something else than was written, or has no room.
-        """
+    def remove_model(self, model: int) -> None:
+        """Always raises ValueError: there is only the first."""
+        raise ValueError(f"model {model} is the first, which stays.")
+
+    def set_expert(
+        self, layer: int, expert: int, gate_up: NDArray[np.uint8], down: NDArray[np.uint8], model: int = 0
+    ) -> None:
+        """Copy a packed expert into a slot, read it back, and answer for it."""
         weights, shape = self._weights, self.tables.shape
         if weights is None or not (0 <= layer < shape.layers and 0 <= expert < shape.experts):
             raise ValueError(f"expert {expert} of layer {layer} is outside {shape}, or has no slot.")
         packed = PackedExpert(
-            dtype=weights.dtype, hidden=weights.hidden, intermediate=weights.intermediate, gate_up=gate_up,
-            down=down,
-        )  # fmt: skip
+            dtype=weights.dtype, hidden=weights.hidden, intermediate=weights.intermediate, gate_up=gate_up, down=down
+        )
         matrices = unpack_expert(packed)
         with self._lock:
             if (layer, expert) in self._slot_of:
@@ -305,8 +283,7 @@ class GpuServer:
             self._slot_of[layer, expert] = slot
             self.hold(layer, expert, slot)
 
-    def clear_expert(self, layer: int, expert: int) -> None:
-        """Serve an expert no more; on return its weights are no longer read."""
+    def clear_expert(self, layer: int, expert: int, model: int = 0) -> None:
         with self._lock:
             slot = self._slot_of.pop((layer, expert), None)
             if slot is None:
@@ -315,7 +292,7 @@ class GpuServer:
             self.settle()
             self._free.append(slot)
 
-    def take_doubtful(self) -> None:
+    def take_doubtful(self, model: int = 0) -> None:
         """Kernels do not look at their rows: they tell of none."""
 
     # -- life ----------------------------------------------------------------------------------------------------
@@ -371,11 +348,9 @@ class GpuServer:
                 self._turned.notify_all()
 
     def stop(self) -> None:
-        """Make `run` return."""
         self._ended.set()
 
     def close(self) -> None:
-        """End the passes."""
         self.end_passes()
 
     # -- passes --------------------------------------------------------------------------------------------------
@@ -445,9 +420,7 @@ class GpuServer:
         if thread is not None:
             thread.join(timeout_s)
             if thread.is_alive():
-                raise TimeoutError(
-                    f"passes did not end in {timeout_s} s; the device is stuck. Restart the server."
-                )
+                raise TimeoutError(f"passes did not end in {timeout_s} s; the device is stuck. Restart the server.")
             self._thread = None
         self.check()
 
@@ -467,6 +440,12 @@ class GpuServer:
         if self._turns:
             # The interpreter's clock counts looks, and tells no time.
             counted["busy_ns"] = self._busy_ns
+        shape, weights = self.tables.shape, self._weights
+        counted["received_bytes"] = counted["rows"] * shape.row_words * 4
+        counted["sent_bytes"] = counted["pairs"] * shape.answer_words * 4
+        if weights is not None:
+            rows = counted["pairs"] + int(ACTIVATION_PAIRS) * counted["experts"]
+            counted["work"] = weights.hidden * weights.intermediate // 64 * rows
         return ServerCounters(**counted)
 
     def _feed(self) -> None:

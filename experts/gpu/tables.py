@@ -57,16 +57,7 @@ def _made(device: torch.device) -> None:
 
 
 class ClientTables:
-    """What a client's kernels read and write.
-
-    Args:
-        shape: Agreed with the servers.
-        servers: Places for servers.
-        replicas: Of an expert, at most.
-        rounds: How often missing pairs are sent again.
-        incarnation: The client's own, u64.
-        device: Where the tables live.
-    """
+    """What a client's kernels read and write, on `device`; made of what `experts.gpu.client.GpuClient` is made of."""
 
     def __init__(
         self, shape: ExchangeShape, *, servers: int, replicas: int, rounds: int, incarnation: int,
@@ -105,10 +96,8 @@ class ClientTables:
         self._turned = torch.cuda.Event() if self._on_gpu else None
         self._copy = 0
         self.set_control(ClientWord.INCARNATION, signed(incarnation))
-        self.set_control(ClientWord.BUDGET_NS, NO_BUDGET_NS)
-        self.set_control(ClientWord.RUN_NS, NO_BUDGET_NS)
-        self.set_control(ClientWord.DEADLINE_NS, NO_BUDGET_NS)
-        self.set_control(ClientWord.END_NS, NO_BUDGET_NS)
+        for word in (ClientWord.BUDGET_NS, ClientWord.RUN_NS, ClientWord.DEADLINE_NS, ClientWord.END_NS):
+            self.set_control(word, NO_BUDGET_NS)
         _made(self.device)
 
     @property
@@ -128,7 +117,6 @@ class ClientTables:
 
     def constants(self, names: Iterable[str]) -> dict[str, int]:
         """The constants that a kernel with arguments of these names takes."""
-        names = list(names)
         own = {
             "LAYOUT": LAYOUT,
             "SERVERS": self.servers,
@@ -141,7 +129,7 @@ class ClientTables:
             "WAIT_THREADS": 32 * self.wait_warps,
             "BACK_THREADS": 32 * self.back_warps,
         }
-        return constants_of(names, self.shape) | {name: own[name] for name in names if name in own}
+        return constants_of(names, self.shape, own)
 
     def set_control(self, word: ClientWord, value: int) -> None:
         """Write one control word in the order of the current stream."""
@@ -164,9 +152,7 @@ class ClientTables:
             raise ValueError(f"{len(peers)} peers; {self.servers} places are there, the empty ones all zero.")
         low, high = int(routes.min()), int(routes.max())
         if low < -1 or high >= self.servers:
-            raise ValueError(
-                f"routes name places {low} to {high}; 0 to {self.servers - 1} exist, -1 is nobody."
-            )
+            raise ValueError(f"routes name places {low} to {high}; 0 to {self.servers - 1} exist, -1 is nobody.")
         rows = torch.tensor([[signed(word) for word in row] for row in peers], dtype=torch.int64)
         copy = 1 - self._copy
         if self._on_gpu:
@@ -198,18 +184,9 @@ class ClientTables:
 
 
 class ServerTables:
-    """What a server's kernels read and write.
+    """What a server's kernels read and write, on `device`; made of what `experts.gpu.server.GpuServer` is made of."""
 
-    Args:
-        shape: Agreed with the clients.
-        clients: Places for clients.
-        incarnation: The server's own, u64.
-        device: Where the tables live.
-    """
-
-    def __init__(
-        self, shape: ExchangeShape, *, clients: int, incarnation: int, device: torch.device | str
-    ) -> None:
+    def __init__(self, shape: ExchangeShape, *, clients: int, incarnation: int, device: torch.device | str) -> None:
         if not 1 <= clients <= 64:
             raise ValueError(f"clients is {clients}; 1 to 64 is possible.")
         self.shape, self.clients, self.device = shape, clients, torch.device(device)
@@ -242,7 +219,6 @@ class ServerTables:
 
     def constants(self, names: Iterable[str]) -> dict[str, int]:
         """The constants that a kernel with arguments of these names takes."""
-        names = list(names)
         own = {
             "LAYOUT": LAYOUT,
             "CLIENTS": self.clients,
@@ -252,4 +228,4 @@ class ServerTables:
             "ROW_TILE": power_of_two(self.shape.row_words),
             "ANSWER_TILE": power_of_two(self.shape.answer_words),
         }
-        return constants_of(names, self.shape) | {name: own[name] for name in names if name in own}
+        return constants_of(names, self.shape, own)

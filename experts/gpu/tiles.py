@@ -92,9 +92,7 @@ def place_of(t, tokens_tiles, feature_tiles, BAND: tl.constexpr):
 
 
 @triton.jit
-def row_offsets(
-    feature, part, PARTS: tl.constexpr, BLOCKS: tl.constexpr, RUN: tl.constexpr, K_TILE: tl.constexpr
-):
+def row_offsets(feature, part, PARTS: tl.constexpr, BLOCKS: tl.constexpr, RUN: tl.constexpr, K_TILE: tl.constexpr):
     """Offsets [features, K_TILE] of the first tile of rows `feature` of the `part`th of PARTS matrices.
 
     Their blocks, of RUN elements each, take turns; there are BLOCKS. Rows beyond the last block repeat it: never store

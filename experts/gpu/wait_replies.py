@@ -54,15 +54,10 @@ def wait_replies_reference(asked: Sequence[Sequence[int]], sound: set[tuple[int,
         asked: By pair, the servers that it was asked of, round by round.
         sound: Server and round of the replies that came and are sound.
     """
-    return [
-        next((n for n in range(len(servers) - 1, -1, -1) if (servers[n], n) in sound), None)
-        for servers in asked
-    ]
+    return [next((n for n in range(len(servers) - 1, -1, -1) if (servers[n], n) in sound), None) for servers in asked]
 
 
-def wait_replies(
-    tables: ClientTables, layer: int, rows: torch.Tensor, ids: torch.Tensor, n_rows: torch.Tensor,
-) -> None:  # fmt: skip
+def wait_replies(tables: ClientTables, layer: int, rows: torch.Tensor, ids: torch.Tensor, n_rows: torch.Tensor) -> None:
     """Wait for the replies to what `dispatch` sent with the same arguments."""
     wait_kernel[(1,)](
         tables.control, tables.asked, tables.limits, **tables.constants(wait_kernel.arg_names), num_warps=1,
@@ -168,9 +163,7 @@ def judge_replies(
     needed = tl.where(lane == HEAD.WIRE_MAGIC, WIRE.REPLY_WORD, needed)
     needed = tl.where(lane == HEAD.WIRE_MODEL_HASH, MODEL_HASH, needed)
     needed = tl.where(lane == HEAD.WIRE_ROUTING_HASH, checksum[:, None], needed)
-    needed = tl.where(
-        lane == HEAD.WIRE_LAYER, (number * 0 + layer | (number * 0 + rows) << 32)[:, None], needed
-    )
+    needed = tl.where(lane == HEAD.WIRE_LAYER, (number * 0 + layer | (number * 0 + rows) << 32)[:, None], needed)
     needed = tl.where(lane == HEAD.WIRE_PAIRS, (pairs | number * 0 + (HIDDEN << 32))[:, None], needed)
     needed = tl.where(lane == HEAD.WIRE_DTYPE, (status << 16 | WIRE.ANSWERS)[:, None], needed)
     sums = tl.sum(header_fold(words, lane, number[:, None] * 0 + 1), axis=1)
@@ -279,9 +272,7 @@ def wait_replies_kernel(
     barred = tl.zeros([WIDTH], tl.int32)
     slot = tl.load(row + ASKED.SLOT, mask=there, other=0).to(tl.int32)
     used = tl.where(waiting, 1 << tl.maximum(slot, 0), 0)
-    credit = earned(
-        control, tl.sum(tl.where(waiting, tl.load(row + ASKED.PAIRS, mask=there, other=0), 0), axis=0)
-    )
+    credit = earned(control, tl.sum(tl.where(waiting, tl.load(row + ASKED.PAIRS, mask=there, other=0), 0), axis=0))
     retired = tl.zeros((), tl.int64)
     attempt = tl.zeros((), tl.int32)
     # Pairs of which a server failed or is late, and that nobody could take so far; and that somebody will who owes.

@@ -53,6 +53,7 @@ class ExpertWeights:
     """
 
     dtype: ClassVar[Dtype] = Dtype.BFLOAT16
+    widest_group: ClassVar[int] = 128  # pairs that `grouped_ffn` takes together
 
     slots: int
     hidden: int
@@ -61,18 +62,14 @@ class ExpertWeights:
     down: torch.Tensor
 
     @classmethod
-    def allocate(
-        cls, *, slots: int, hidden: int, intermediate: int, device: torch.device | str
-    ) -> ExpertWeights:
+    def allocate(cls, *, slots: int, hidden: int, intermediate: int, device: torch.device | str) -> ExpertWeights:
         """Empty slots: a slot holds nothing sensible before it is loaded.
 
         Raises:
             ValueError: rows of `hidden` elements would not begin at multiples of 16 bytes.
         """
         if hidden % 8:
-            raise ValueError(
-                f"hidden is {hidden}; a multiple of 8 is needed, so that rows begin at 16 bytes."
-            )
+            raise ValueError(f"hidden is {hidden}; a multiple of 8 is needed, so that rows begin at 16 bytes.")
         tile = (BLOCK, K_TILE)
         wide = (slots, 2 * blocks_of(intermediate), k_tiles_of(hidden), *tile)
         high = (slots, blocks_of(hidden), k_tiles_of(intermediate), *tile)
@@ -90,11 +87,6 @@ class ExpertWeights:
         return blocks_of(self.intermediate) * BLOCK
 
     @property
-    def widest_group(self) -> int:
-        """Most pairs that `grouped_ffn` takes in one group."""
-        return 128
-
-    @property
     def expert_bytes(self) -> int:
         """Bytes of one slot."""
         return 2 * (self.gate_up[0].numel() + self.down[0].numel())
@@ -109,9 +101,7 @@ class ExpertWeights:
         """
         check_expert(slot, self.slots, self.hidden, self.intermediate, gate, up, down)
         on = self.gate_up.device
-        gates, ups, downs = (
-            pack_blocks(as_tensor(matrix).to(on).to(torch.bfloat16)) for matrix in (gate, up, down)
-        )
+        gates, ups, downs = (pack_blocks(as_tensor(matrix).to(on).to(torch.bfloat16)) for matrix in (gate, up, down))
         self.gate_up[slot, 0::2].copy_(gates)
         self.gate_up[slot, 1::2].copy_(ups)
         self.down[slot].copy_(downs)
@@ -135,6 +125,7 @@ class Fp8ExpertWeights:
     """
 
     dtype: ClassVar[Dtype] = Dtype.FP8
+    widest_group: ClassVar[int] = 64  # pairs that `grouped_ffn` takes together
 
     slots: int
     hidden: int
@@ -145,18 +136,14 @@ class Fp8ExpertWeights:
     down_scales: torch.Tensor
 
     @classmethod
-    def allocate(
-        cls, *, slots: int, hidden: int, intermediate: int, device: torch.device | str
-    ) -> Fp8ExpertWeights:
+    def allocate(cls, *, slots: int, hidden: int, intermediate: int, device: torch.device | str) -> Fp8ExpertWeights:
         """Empty slots: a slot holds nothing sensible before it is loaded.
 
         Raises:
             ValueError: rows of `hidden` elements would not begin at multiples of 16 bytes.
         """
         if hidden % 16:
-            raise ValueError(
-                f"hidden is {hidden}; a multiple of 16 is needed, so that rows begin at 16 bytes."
-            )
+            raise ValueError(f"hidden is {hidden}; a multiple of 16 is needed, so that rows begin at 16 bytes.")
         across, inner = k_tiles_of(hidden, FP8_TILE), k_tiles_of(intermediate, FP8_TILE)
         wide = (slots, 4 * inner, across, BLOCK, FP8_TILE)
         high = (slots, blocks_of(hidden), inner, BLOCK, FP8_TILE)
@@ -174,11 +161,6 @@ class Fp8ExpertWeights:
     def act_width(self) -> int:
         """Columns of the activation: the intermediate size up to whole tiles; those beyond it are zero."""
         return k_tiles_of(self.intermediate, FP8_TILE) * FP8_TILE
-
-    @property
-    def widest_group(self) -> int:
-        """Most pairs that `grouped_ffn` takes in one group."""
-        return 64
 
     @property
     def expert_bytes(self) -> int:

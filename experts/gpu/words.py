@@ -15,7 +15,8 @@ import triton.language as tl
 
 from experts import wire
 from experts.gpu import layout, patience
-from p2p.frame import ATTEMPT_LIMIT, SIGNAL_BYTES
+from p2p.frame import ATTEMPT_LIMIT, PAYLOAD_OFFSET, SIGNAL_BYTES
+from p2p.window import PAGE_BYTES
 
 _digest = hashlib.sha256()
 
@@ -46,10 +47,10 @@ OUT = _constants("OUT", layout.RowsOut)
 SLOT = _constants(
     "SLOT",
     {
-        "FIRST": layout.FIRST_SLOT,  # from the window's address
+        "FIRST": PAGE_BYTES,  # from the window's address
         "HEADERS": SIGNAL_BYTES,
-        "PAYLOAD": layout.PAYLOAD,
-        "LIST": layout.PAYLOAD + wire.HEADER_BYTES,
+        "PAYLOAD": PAYLOAD_OFFSET,
+        "LIST": PAYLOAD_OFFSET + wire.HEADER_BYTES,
     },
 )
 PATIENCE = _constants(
@@ -82,16 +83,7 @@ WIRE = _constants(
     },
 )
 # Which u64 of both headers holds a field, alone or in its lower bits: 0 to 7 are the frame's (p2p/native/frame.h).
-_FRAME_WORDS = (
-    "MAGIC",
-    "INCARNATION",
-    "SEQUENCE",
-    "ATTEMPT",
-    "REMAINING_NS",
-    "SENDER",
-    "COVERED",
-    "CHECKSUM",
-)
+_FRAME_WORDS = ("MAGIC", "INCARNATION", "SEQUENCE", "ATTEMPT", "REMAINING_NS", "SENDER", "COVERED", "CHECKSUM")
 _WIRE_WORDS = ("magic", "model_hash", "routing_hash", "layer", "pairs", "dtype", "service_ns", "digest")
 HEAD = _constants(
     "HEAD",

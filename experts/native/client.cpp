@@ -3,7 +3,6 @@
 #include <sched.h>
 
 #include <algorithm>
-#include <bit>
 #include <limits>
 #include <utility>
 
@@ -92,9 +91,8 @@ P2P_API int32_t expert_client_add_server(ExpertClient* client, const ServerLink*
     const WireShape& shape = client->shape;
     if (!link->tx || !link->rx || !link->slots || link->slots > MAX_SLOTS || link->lane >= client->lanes)
         return EXPERTS_E_ARGUMENT;
-    uint64_t window = p2p_window_bytes(link->slots, link->slot_bytes);
-    if (!window || link->tx_bytes < window || link->rx_bytes < window) return EXPERTS_E_ARGUMENT;
-    if (p2p_window_check(link->tx, link->tx_bytes, link->server_incarnation, link->slots, link->slot_bytes))
+    if (link->rx_bytes < p2p_window_bytes(link->slots, link->slot_bytes) ||
+        p2p_window_check(link->tx, link->tx_bytes, link->server_incarnation, link->slots, link->slot_bytes))
         return EXPERTS_E_ARGUMENT;
     // One token must fit, with all of its experts on this server.
     uint64_t limit = link->slot_bytes < CHUNK_BYTES ? link->slot_bytes : CHUNK_BYTES;
@@ -145,8 +143,7 @@ P2P_API int32_t expert_client_server_idle(ExpertClient* client, uint32_t index) 
 P2P_API int32_t expert_client_publish_routes(ExpertClient* client, uint64_t epoch, const uint8_t* table) try {
     auto routes = std::make_unique<Routes>();
     routes->epoch = epoch;
-    routes->table.assign(
-        table, table + uint64_t(client->shape.layers) * client->shape.experts * EXPERTS_MAX_REPLICAS);
+    routes->table.assign(table, table + uint64_t(client->shape.layers) * client->shape.experts * EXPERTS_MAX_REPLICAS);
     {
         std::lock_guard lock(client->mutex);
         client->pending = std::move(routes);
@@ -173,8 +170,7 @@ P2P_API uint32_t expert_client_missing(ExpertClient* client, uint8_t* rows, uint
     if (call.n > capacity) return 0;
     std::fill_n(rows, call.n, 0);
     for (uint32_t pair = 0; pair < call.n * client->shape.top_k; pair++)
-        if (!(call.filled[pair / 64].load(std::memory_order_relaxed) >> (pair % 64) & 1))
-            rows[pair / client->shape.top_k] = 1;
+        if (!pair_filled(call, pair)) rows[pair / client->shape.top_k] = 1;
     return call.n;
 }
 
@@ -285,8 +281,7 @@ void wait_lane(ExpertClient* client, uint32_t lane, const Dispatched& dispatched
     uint64_t now_ns = p2p::now_ns();
     if (dispatched.shared && call.outstanding[lane].value == 0 && call.missing.load() && client->page &&
         now_ns < call.end_ns())
-        p2p_bell_wait(client->page, lane, dispatched.seen,
-                      std::min(P2P_WAIT_NS, call.end_ns() - now_ns));
+        p2p_bell_wait(client->page, lane, dispatched.seen, std::min(P2P_WAIT_NS, call.end_ns() - now_ns));
     uint64_t checked_ns = now_ns;
     for (;;) {
         uint32_t seen = p2p_bell_read(client->page, lane);
@@ -318,10 +313,9 @@ void meet(ExpertClient* client, LanePool* pool, uint32_t lane) {
 
 }  // namespace
 
-P2P_API int32_t expert_call(ExpertClient* client, LanePool* pool, uint32_t lane, uint32_t layer,
-                            const void* rows, uint32_t n, const uint16_t* expert_ids, const float* weights,
-                            float* out, uint8_t* drop, uint64_t deadline_ns,
-                            void (*overlap)(void*, uint32_t), void* arg) {
+P2P_API int32_t expert_call(ExpertClient* client, LanePool* pool, uint32_t lane, uint32_t layer, const void* rows,
+                            uint32_t n, const uint16_t* expert_ids, const float* weights, float* out, uint8_t* drop,
+                            uint64_t deadline_ns, void (*overlap)(void*, uint32_t), void* arg) {
     Call& call = client->call;
     const auto ended = [&](uint64_t phase) { p2p_lanes_stamp(pool, lane, phase); };
     if (lane == 0)
@@ -448,13 +442,6 @@ int32_t call_alone(ExpertClient* client, uint32_t layer, const void* rows, uint3
     return status;
 }
 
-// To nearest, ties to even; NaN stays NaN.
-uint16_t to_bf16(float value) {
-    const uint32_t bits = std::bit_cast<uint32_t>(value);
-    const uint32_t rounded = bits + 0x7FFF + (bits >> 16 & 1);
-    return uint16_t(((bits & 0x7FFFFFFF) > 0x7F800000 ? bits | 0x400000 : rounded) >> 16);
-}
-
 // `count` elements from `at` on, in the client's type: where they lie, or a copy.
 const uint8_t* stage_rows(ExpertClient* client, const void* rows, uint32_t type, uint64_t at, uint64_t count) {
     const bool wide = client->shape.dtype == 0;
@@ -465,8 +452,7 @@ const uint8_t* stage_rows(ExpertClient* client, const void* rows, uint32_t type,
         std::transform(static_cast<const uint16_t*>(rows) + at, static_cast<const uint16_t*>(rows) + at + count,
                        reinterpret_cast<uint32_t*>(staged.data()), [](uint16_t bits) { return uint32_t(bits) << 16; });
     else
-        std::transform(static_cast<const float*>(rows) + at, static_cast<const float*>(rows) + at + count,
-                       reinterpret_cast<uint16_t*>(staged.data()), to_bf16);
+        experts_to_dtype(EAAS_BF16, static_cast<const float*>(rows) + at, staged.data(), count);
     return staged.data();
 }
 
@@ -512,9 +498,6 @@ P2P_API int32_t expert_apply(ExpertClient* client, uint32_t layer, const void* r
                                         p2p::now_ns() + wait_ns))
             return status;
     }
-    if (out_type == 0)
-        std::copy(staging.sums.begin(), staging.sums.end(), static_cast<float*>(out));
-    else
-        std::transform(staging.sums.begin(), staging.sums.end(), static_cast<uint16_t*>(out), to_bf16);
+    experts_to_dtype(int(out_type), staging.sums.data(), out, staging.sums.size());
     return EXPERTS_OK;
 } P2P_CATCH(EXPERTS_E_MEMORY)

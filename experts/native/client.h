@@ -1,5 +1,4 @@
-// The client end of the expert service: dispatch, combine, failover. C ABI, bound by ctypes and called by the
-// decoder.
+// The client end of the expert service: dispatch, combine, failover. C ABI, bound by ctypes and called by the decoder.
 //
 // Threads: `expert_call` is SPMD, made by every lane of one LanePool; everything else may be called from any
 // thread at any time. Exceptions never cross this interface.
@@ -48,8 +47,7 @@ struct ServerStats {
     double speed;
 };
 
-// `own_page` is this process's doorbell page (null: plain short sleeps). Null result: out of memory or a bad
-// argument.
+// `own_page` is this process's doorbell page (null: plain short sleeps). Null result: out of memory or a bad argument.
 P2P_API ExpertClient* expert_client_new(uint32_t layers, uint32_t experts, uint32_t hidden, uint32_t top_k,
                                         int32_t dtype, uint64_t model_hash, uint64_t incarnation,
                                         uint32_t lanes, void* own_page, uint32_t max_tokens_per_call);
@@ -86,8 +84,7 @@ P2P_API uint32_t expert_client_missing(ExpertClient* client, uint8_t* rows, uint
 enum { EXPERTS_PHASE_PLAN = 100, EXPERTS_PHASE_SEND, EXPERTS_PHASE_AWAY, EXPERTS_PHASE_REPLY,
        EXPERTS_PHASE_COMBINE, EXPERTS_PHASE_MEET };
 
-// One expert call. Every lane of `pool` calls it with the same arguments; `pool` may be null for a client of
-// one lane.
+// One expert call. Every lane of `pool` calls it with the same arguments; `pool` may be null for a client of one lane.
 //   layer       0..layers-1, counted over MoE layers
 //   rows        n x hidden in the client's dtype; expert_ids and weights n x top_k; 1 <= n <= max_tokens_per_call;
 //               a pair with the id EXPERTS_NO_EXPERT counts as zeros
@@ -101,10 +98,9 @@ enum { EXPERTS_PHASE_PLAN = 100, EXPERTS_PHASE_SEND, EXPERTS_PHASE_AWAY, EXPERTS
 //   overlap     called once by each lane between dispatch and the first wait; may be null
 // Inputs must be lane 0's to see; for the others a barrier within is enough. `out` is complete for all on return.
 // Returns EXPERTS_OK or a negative code, the same on every lane; `out` is untouched on failure.
-P2P_API int32_t expert_call(ExpertClient* client, LanePool* pool, uint32_t lane, uint32_t layer,
-                            const void* rows, uint32_t n, const uint16_t* expert_ids, const float* weights,
-                            float* out, uint8_t* drop, uint64_t deadline_ns,
-                            void (*overlap)(void*, uint32_t), void* arg);
+P2P_API int32_t expert_call(ExpertClient* client, LanePool* pool, uint32_t lane, uint32_t layer, const void* rows,
+                            uint32_t n, const uint16_t* expert_ids, const float* weights, float* out, uint8_t* drop,
+                            uint64_t deadline_ns, void (*overlap)(void*, uint32_t), void* arg);
 
 // The same call in steps that never block, for one thread that owns all lanes (simulators, event loops).
 P2P_API int32_t expert_client_begin(ExpertClient* client, uint32_t layer, const void* rows, uint32_t n,

@@ -2,7 +2,6 @@
 #include <poll.h>
 
 #include <algorithm>
-#include <bit>
 
 #include "experts/native/client_state.h"
 #include "p2p/native/doorbell.h"

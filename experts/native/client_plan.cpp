@@ -194,8 +194,7 @@ void cut_chunks(ExpertClient* client, uint32_t index) {
             };
             size_t next = end + 1;
             while (next < list.size() && beside(list[next])) next++;
-            bool fits =
-                reply_bytes(shape, next - at) <= limit && request_bytes(shape, rows + 1, next - at) <= limit;
+            bool fits = reply_bytes(shape, next - at) <= limit && request_bytes(shape, rows + 1, next - at) <= limit;
             if (!fits && end > at) break;
             rows++;
             end = next;
@@ -266,10 +265,6 @@ void count_routed(ExpertClient* client) {
 void clear_counts(Plan& plan) {
     for (uint32_t expert : plan.touched) plan.count[expert] = 0;
     plan.touched.clear();
-}
-
-bool pair_filled(const Call& call, uint32_t pair) {
-    return call.filled[pair / 64].load(std::memory_order_relaxed) >> (pair % 64) & 1;
 }
 
 // A pair that nobody can compute, by routes that are in use, is left out of its token's sum where the caller allows it.

@@ -266,6 +266,9 @@ inline bool finite_source(const WireShape& shape, const void* row) {
     return !(over >> 15);
 }
 
+inline bool pair_filled(const Call& call, uint32_t pair) {
+    return call.filled[pair / 64].load(std::memory_order_relaxed) >> (pair % 64) & 1;
+}
 // 1 where the pair had no row yet.
 inline uint32_t fill_pair(Call& call, uint32_t pair, const float* row) {
     uint64_t bit = 1ull << (pair % 64);

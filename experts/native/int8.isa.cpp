@@ -42,8 +42,7 @@ constexpr int32_t kStart = 0;
 constexpr int kRows = 4, kPairRows = 2, kFewBlocks = 2, kManyBlocks = 1;
 EAAS_INLINE ipart part_dot4(ipart sums, const uint8_t* w, int32_t x) {
     const __m256i weight = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w));
-    const __m256i pairs =
-        _mm256_maddubs_epi16(_mm256_abs_epi8(weight), _mm256_sign_epi8(_mm256_set1_epi32(x), weight));
+    const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(weight), _mm256_sign_epi8(_mm256_set1_epi32(x), weight));
     return sums + (ipart)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
 }
 EAAS_INLINE i32x16 dot4(i32x16 sums, const uint8_t* w, int32_t x) {
@@ -138,8 +137,7 @@ __attribute__((noinline)) void group(const uint8_t* w, const Staged* x, uint32_t
 
 // group() with M = m, for 1 <= m <= M.
 template <int M, int B>
-void group_of(uint32_t m, const uint8_t* w, const Staged* x, uint32_t block,
-              const uint8_t* next, float* acc) {
+void group_of(uint32_t m, const uint8_t* w, const Staged* x, uint32_t block, const uint8_t* next, float* acc) {
     if (m == M) return group<M, B>(w, x, block, next, acc);
     if constexpr (M > 1) group_of<M - 1, B>(m, w, x, block, next, acc);
 }

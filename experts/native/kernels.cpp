@@ -55,9 +55,8 @@ P2P_API const char* experts_numerics_class(int dtype) {
     return table().classes[dtype];
 }
 
-P2P_API void experts_linear(int dtype, const void* packed, uint32_t rows, uint32_t k, const void* x,
-                            uint64_t x_stride, uint32_t m, float* out, uint64_t out_stride, uint32_t tile0,
-                            uint32_t tile1) {
+P2P_API void experts_linear(int dtype, const void* packed, uint32_t rows, uint32_t k, const void* x, uint64_t x_stride,
+                            uint32_t m, float* out, uint64_t out_stride, uint32_t tile0, uint32_t tile1) {
     table().linear({dtype, packed, k, rows, x, x_stride, m, out, out_stride, tile0, tile1});
 }
 

@@ -1,5 +1,4 @@
-// Matrix products of the CPU data path, on packed weights. Plain C ABI; nothing here allocates, locks or
-// throws.
+// Matrix products of the CPU data path, on packed weights. Plain C ABI; nothing here allocates, locks or throws.
 //
 // Packed matrix W[rows, k], used as out = x @ W^T. Tiles of 64 rows, each four interleaved blocks of 16 rows,
 // so that one tile is one sequential stream; rows are padded to 64 and k to 2 with zeros:
@@ -8,8 +7,7 @@
 //     int8  [tile][group] of 64 k each, padded with zeros: 64 float32 scales, then
 //           [16][4 blocks][16 rows][4]                     256 bytes per four k
 //     fp8, mxfp4, int4, int4_g32: as experts/grouped.py says, which packs them
-// A gate_up matrix holds blocks of 16 rows in the order gate, up, gate, up: one tile is 32 columns of the
-// activation.
+// A gate_up matrix holds blocks of 16 rows in the order gate, up, gate, up: one tile is 32 columns of the activation.
 //
 // Exactness: each output element has one accumulator, fed in ascending k, whatever m, the tile range, the
 // instruction set's register tile or the caller's lanes. So the bits of a row are the same alone and in any
@@ -55,11 +53,9 @@ P2P_API void experts_pack_gate_up(int dtype, const void* gate, const void* up, i
 
 // out[i][r] = sum_k x[i][k] W[r][k] for i < m and the rows r of tiles [tile0, tile1); x holds `dtype`'s
 // rows, out floats.
-P2P_API void experts_linear(int dtype, const void* packed, uint32_t rows, uint32_t k, const void* x,
-                            uint64_t x_stride, uint32_t m, float* out, uint64_t out_stride, uint32_t tile0,
-                            uint32_t tile1);
-// act[i][c] = round(silu(gate_c . x[i]) * (up_c . x[i])) for the 32-column tiles [tile0, tile1) of ceil(inter
-// / 32).
+P2P_API void experts_linear(int dtype, const void* packed, uint32_t rows, uint32_t k, const void* x, uint64_t x_stride,
+                            uint32_t m, float* out, uint64_t out_stride, uint32_t tile0, uint32_t tile1);
+// act[i][c] = round(silu(gate_c . x[i]) * (up_c . x[i])) for the 32-column tiles [tile0, tile1) of ceil(inter / 32).
 P2P_API void experts_ffn_gate_up(int dtype, const void* packed, uint32_t hidden, uint32_t inter,
                                  const void* x, uint64_t x_stride, uint32_t m, void* act,
                                  uint64_t act_stride, uint32_t tile0, uint32_t tile1);
@@ -73,10 +69,9 @@ struct ExpertForm {
     uint32_t biased;
 };
 // As experts_ffn_gate_up; a null form: SwiGLU. int8 has no other.
-P2P_API void experts_ffn_gate_up_formed(const struct ExpertForm* form, int dtype, const void* packed,
-                                        uint32_t hidden, uint32_t inter, const void* x, uint64_t x_stride,
-                                        uint32_t m, void* act, uint64_t act_stride, uint32_t tile0,
-                                        uint32_t tile1);
+P2P_API void experts_ffn_gate_up_formed(const struct ExpertForm* form, int dtype, const void* packed, uint32_t hidden,
+                                        uint32_t inter, const void* x, uint64_t x_stride, uint32_t m, void* act,
+                                        uint64_t act_stride, uint32_t tile0, uint32_t tile1);
 // Adds the biases behind down's tiles to out[m][hidden], for tiles [tile0, tile1).
 P2P_API void experts_add_down_biases(int dtype, const void* packed, uint32_t hidden, uint32_t inter, uint32_t m,
                                      float* out, uint64_t out_stride, uint32_t tile0, uint32_t tile1);

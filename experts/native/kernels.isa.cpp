@@ -1,12 +1,11 @@
 // The tile kernel, once for every instruction set (compiled three times; see simd.h).
 //
-// One tile is 64 output columns. Its packed weights are a stream of steps of 256 bytes: one k of float32, or
-// one pair of k of bf16, for all 64.
-// Rows are staged a chunk of k at a time, for a few tiles; groups of at most six pass over the chunk while it stays in the
-// nearest caches. Weights of bf16 are widened in the registers by every group: that is cheaper than
-// widening them once to memory, and reading them there.
-// Between chunks the accumulators wait in memory, which keeps their bits. So weights come from memory once, in
-// order, and the fma chain of an output never depends on the rows beside it.
+// One tile is 64 output columns. Its packed weights are a stream of steps of 256 bytes: one k of float32, or one pair
+// of k of bf16, for all 64. Rows are staged a chunk of k at a time, for a few tiles; groups of at most six pass over
+// the chunk while it stays in the nearest caches. Weights of bf16 are widened in the registers by every group: that is
+// cheaper than widening them once to memory, and reading them there. Between chunks the accumulators wait in memory,
+// which keeps their bits. So weights come from memory once, in order, and the fma chain of an output never depends on
+// the rows beside it.
 #include "experts/native/simd.h"
 
 #include "experts/native/kernel_table.h"

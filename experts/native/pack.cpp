@@ -116,8 +116,7 @@ P2P_API uint64_t experts_gate_up_bytes(int dtype, uint32_t inter, uint32_t hidde
     return tiles_bytes(dtype, tiles, hidden);
 }
 
-P2P_API void experts_pack_matrix(int dtype, const void* w, int w_dtype, uint32_t rows, uint32_t k,
-                                 void* out) {
+P2P_API void experts_pack_matrix(int dtype, const void* w, int w_dtype, uint32_t rows, uint32_t k, void* out) {
     const PackTile pack_tile = pack_tile_for(dtype, w_dtype);
     const uint64_t row_bytes = k * element_bytes(w_dtype);
     uint8_t* to = static_cast<uint8_t*>(out);

@@ -1,5 +1,5 @@
-// The expert server. From signals to replies: collect, group by layer and expert across clients, compute over the lanes,
-// answer. Around batches: clients, experts, lease; the loop of each lane.
+// The expert server. From signals to replies: collect, group by model, layer and expert across clients, compute over
+// the lanes, answer. Around batches: models, clients, experts, lease; the loop of each lane.
 #include <algorithm>
 #include <atomic>
 #include <memory>
@@ -22,12 +22,17 @@ namespace experts {
 constexpr uint32_t SERVER_MAX_SLOTS = 16;
 constexpr uint32_t BATCH_JOBS = 16;
 constexpr uint64_t PAIR_COST = 1 << 16;
-constexpr uint32_t BATCH_PAIRS = 512;  // so that a prefill delays decoding by little
+// Of the cheapest model that asks, and as much work of others, so that a prefill delays decoding by little.
+constexpr uint32_t BATCH_PAIRS = 512;
+// Rows of one expert that weigh about as much as reading it: 2 bytes for the 2 operations of each, at 165 GFLOP/s over
+// 30 GB/s.
+constexpr uint32_t ACTIVATION_ROWS = 5;
+constexpr uint32_t MOST_LAYERS = 1 << 24;  // an item's key has room for no more
 
 struct Client {
     bool attached = false;
     ClientLink link{};
-    uint64_t served = 0;  // pairs taken, each of PAIR_COST over the client's weight: who has had least comes first
+    uint64_t served = 0;  // pairs taken, each of its model's cost over the client's weight: who had least comes first
     uint64_t done[SERVER_MAX_SLOTS] = {};      // last sequence answered in each slot
     uint64_t rejected[SERVER_MAX_SLOTS] = {};  // a signal whose frame did not validate, answered once
     uint32_t slot = 0;  // of its oldest request that was not answered yet, and that one's sequence
@@ -40,8 +45,31 @@ struct Expert {
     const void* down = nullptr;
 };
 
+// What a product of one expert is cut into: tiles, each of as many multiplications for every row as `depth`.
+struct Tiles {
+    uint32_t count, depth;
+};
+
+struct Model {
+    bool open = false;
+    WireShape shape{};
+    uint32_t intermediate = 0;
+    ExpertForm form{};
+    bool formed = false;  // experts are more than SwiGLU without biases
+    Tiles up{}, down{};
+    uint64_t unit = 0;  // weights of one of an expert's matrices, in 64s: what a pair of this model costs
+    uint64_t cost = 0;  // the same beside the first model's, whose pair costs PAIR_COST
+    std::vector<Expert> experts;    // [layers][experts]
+    std::vector<uint8_t> doubtful;  // of each: it gave a row that is not finite
+    std::atomic<bool> any_doubtful{false};
+
+    uint64_t element() const { return shape.dtype == EAAS_F32 ? 4 : 2; }
+    uint64_t act_stride() const { return (uint64_t(intermediate) + 63) / 64 * 64; }
+};
+
 struct Job {
     const Client* client;
+    Model* model;
     uint32_t slot;
     uint64_t sequence;
     uint32_t attempt;
@@ -56,27 +84,28 @@ struct Job {
     const uint8_t* rows() const { return payload.data() + sizeof(WireHeader) + routing_bytes(header.pairs); }
 };
 
-// One pair of the batch; sorted, pairs of one layer and expert are neighbours.
+// One pair of the batch; sorted, pairs of one model, layer and expert are neighbours.
 struct Item {
-    uint64_t key;  // layer << 32 | expert << 16 | job
+    uint64_t key;  // model << 56 | layer << 32 | expert << 16 | job
     uint32_t pair;
 };
 
 struct Group {
+    Model* model;
     const Expert* expert;
     uint32_t first;  // of its items
     uint32_t count;
+    const uint8_t* x;  // count rows
+    uint8_t* act;      // count rows of act_stride
     float* out;  // count rows of hidden, in a reply where one request holds them all, else private
     bool direct;
+    // What each of its tiles costs: its weights are read once.
+    uint64_t rows() const { return ACTIVATION_ROWS + count; }
 };
 
 }  // namespace experts
 
 struct ExpertServer {
-    experts::WireShape shape{};
-    uint32_t intermediate = 0;
-    ExpertForm form{};
-    bool formed = false;  // experts are more than SwiGLU without biases
     uint64_t incarnation = 0;
     uint32_t lanes = 1;
     LanePool* pool = nullptr;
@@ -89,9 +118,7 @@ struct ExpertServer {
     std::atomic<bool> stopped{false};
     experts::Client clients[EXPERT_SERVER_MAX_CLIENTS];
     uint32_t places = 0;  // of clients, up to the last that was ever taken: weights push the others out of the caches
-    std::vector<experts::Expert> experts;  // [layers][experts]
-    std::vector<uint8_t> doubtful;         // of each: it gave a row that is not finite
-    std::atomic<bool> any_doubtful{false};
+    experts::Model models[EXPERT_SERVER_MAX_MODELS];
 
     uint32_t next_client = 0;
     uint64_t served = 0;  // of the client that had the last request, before it
@@ -131,8 +158,11 @@ bool find_request(Client& client) {
     return client.slot < client.link.slots;
 }
 
+Model& model_of(ExpertServer* server, const Client& client) { return server->models[client.link.model]; }
+
 void take_request(ExpertServer* server, Client& client, uint64_t now_ns) {
     Job& job = server->jobs[server->job_count];
+    job.model = &model_of(server, client);
     uint8_t* payload = job.payload.need(client.link.slot_bytes);
     P2pHeader frame;
     int length =
@@ -140,7 +170,7 @@ void take_request(ExpertServer* server, Client& client, uint64_t now_ns) {
                        server->incarnation, client.link.client_incarnation, client.sequence, &frame, payload);
     p2p_fault_point(P2P_POINT_REQUEST_TAKEN);
     bool opened = length >= 0;
-    bool valid = opened && request_valid(server->shape, payload, uint64_t(length), client.link.slot_bytes);
+    bool valid = opened && request_valid(job.model->shape, payload, uint64_t(length), client.link.slot_bytes);
     if (valid) std::memcpy(&job.header, payload, sizeof job.header);
     valid = valid && job.header.reply_lane < client.link.client_lanes;
     if (!valid) job.header = WireHeader{};
@@ -158,15 +188,16 @@ void take_request(ExpertServer* server, Client& client, uint64_t now_ns) {
 void add_items(ExpertServer* server, uint32_t job_index) {
     Job& job = server->jobs[job_index];
     const WirePair* pairs = job.pairs();
-    const Expert* held = server->experts.data() + uint64_t(job.header.layer) * server->shape.experts;
+    const Model& model = *job.model;
+    const Expert* held = model.experts.data() + uint64_t(job.header.layer) * model.shape.experts;
+    const uint64_t place = uint64_t(&model - server->models) << 56 | uint64_t(job.header.layer) << 32;
     for (uint32_t i = 0; i < job.header.pairs; i++) {
         if (held[pairs[i].expert].gate_up) continue;
         job.status = STATUS_NOT_HELD;
         return;
     }
     for (uint32_t i = 0; i < job.header.pairs; i++)
-        server->items.push_back(
-            {uint64_t(job.header.layer) << 32 | uint64_t(pairs[i].expert) << 16 | job_index, i});
+        server->items.push_back({place | uint64_t(pairs[i].expert) << 16 | job_index, i});
 }
 
 float* reply_rows(const Job& job) {
@@ -176,47 +207,53 @@ float* reply_rows(const Job& job) {
 }
 
 void group(ExpertServer* server) {
-    const WireShape& shape = server->shape;
     std::vector<Item>& items = server->items;
     auto before = [](const Item& a, const Item& b) {
         return a.key != b.key ? a.key < b.key : a.pair < b.pair;
     };
     // One client lists its pairs by expert already.
     if (!std::is_sorted(items.begin(), items.end(), before)) std::sort(items.begin(), items.end(), before);
-    uint64_t row_bytes = shape.row_bytes();
-    uint8_t* x = server->x.need(items.size() * row_bytes);
-    server->act.need(items.size() * ((uint64_t(server->intermediate) + 63) / 64 * 64) * 4);
-    float* out = reinterpret_cast<float*>(server->out.need(items.size() * shape.reply_row_bytes()));
     auto* folds = reinterpret_cast<uint64_t*>(server->folds.need(items.size() * sizeof(uint64_t)));
     std::fill_n(folds, items.size(), 0);
+    uint64_t x_bytes = 0, act_bytes = 0, out_bytes = 0;
     for (uint32_t i = 0; i < server->job_count; i++) {
         Job& job = server->jobs[i];
         job.folds = folds;
-        if (job.status == STATUS_OK) folds += job.header.pairs;
+        if (job.status != STATUS_OK) continue;
+        folds += job.header.pairs;
+        x_bytes += job.header.pairs * job.model->shape.row_bytes();
+        act_bytes += job.header.pairs * job.model->act_stride() * job.model->element();
+        out_bytes += job.header.pairs * job.model->shape.reply_row_bytes();
     }
+    uint8_t* x = server->x.need(x_bytes);
+    uint8_t* act = server->act.need(act_bytes);
+    float* out = reinterpret_cast<float*>(server->out.need(out_bytes));
     for (size_t first = 0; first < items.size();) {
+        const Job& job = server->jobs[items[first].key & 0xFFFF];
+        Model& model = *job.model;
+        const uint64_t row_bytes = model.shape.row_bytes();
         size_t end = first;
         bool direct = true;
-        for (; end < items.size() && items[end].key >> 16 == items[first].key >> 16; end++) {
-            direct &=
-                items[end].key == items[first].key && items[end].pair == items[first].pair + (end - first);
-            const Job& job = server->jobs[items[end].key & 0xFFFF];
-            std::memcpy(x + end * row_bytes, job.rows() + job.pairs()[items[end].pair].row * row_bytes,
-                        row_bytes);
+        const uint8_t* const rows = x;
+        for (; end < items.size() && items[end].key >> 16 == items[first].key >> 16; end++, x += row_bytes) {
+            direct &= items[end].key == items[first].key && items[end].pair == items[first].pair + (end - first);
+            const Job& from = server->jobs[items[end].key & 0xFFFF];
+            std::memcpy(x, from.rows() + from.pairs()[items[end].pair].row * row_bytes, row_bytes);
         }
-        const Job& job = server->jobs[items[first].key & 0xFFFF];
-        uint64_t place = uint64_t(job.header.layer) * shape.experts + (items[first].key >> 16 & 0xFFFF);
-        float* rows = direct ? reply_rows(job) + uint64_t(items[first].pair) * shape.hidden
-                             : out + first * shape.hidden;
+        const uint64_t count = end - first, hidden = model.shape.hidden;
+        uint64_t place = uint64_t(job.header.layer) * model.shape.experts + (items[first].key >> 16 & 0xFFFF);
+        float* to = direct ? reply_rows(job) + items[first].pair * hidden : out;
         server->groups.push_back(
-            {&server->experts[place], uint32_t(first), uint32_t(end - first), rows, direct});
+            {&model, &model.experts[place], uint32_t(first), uint32_t(count), rows, act, to, direct});
+        act += count * model.act_stride() * model.element();
+        out += count * hidden;
         first = end;
     }
 }
 
 void answer(ExpertServer* server, uint32_t job_index) {
     Job& job = server->jobs[job_index];
-    const WireShape& shape = server->shape;
+    const WireShape& shape = job.model->shape;
     const ClientLink& link = job.client->link;
     void* memory = p2p_slot(link.tx, job.slot, link.slot_bytes);
     bool ok = job.status == STATUS_OK;
@@ -269,13 +306,17 @@ void count_batch(ExpertServer* server) {
     add(counters.pairs, server->items.size());
     add(counters.experts, server->groups.size());
     add(counters.busy_ns, p2p::now_ns() - server->jobs[0].picked_ns);
+    for (const Group& group : server->groups) add(counters.work, group.model->unit * group.rows());
     for (uint32_t i = 0; i < server->job_count; i++) {
         const Job& job = server->jobs[i];
         add(job.status == STATUS_OK         ? counters.requests
             : job.status == STATUS_NOT_HELD ? counters.not_held
                                             : counters.invalid,
             1);
-        if (job.status == STATUS_OK) add(counters.rows, job.header.rows);
+        if (job.status != STATUS_OK) continue;
+        add(counters.rows, job.header.rows);
+        add(counters.received_bytes, job.header.rows * job.model->shape.source_bytes());
+        add(counters.sent_bytes, job.header.pairs * job.model->shape.reply_row_bytes());
     }
 }
 
@@ -286,7 +327,8 @@ bool collect(ExpertServer* server, uint64_t now_ns) {
     server->items.clear();
     server->groups.clear();
     Client* waiting[EXPERT_SERVER_MAX_CLIENTS];
-    uint32_t count = 0, pairs = 0;
+    uint32_t count = 0;
+    uint64_t taken = 0, cheapest = UINT64_MAX;
     for (uint32_t i = 0; i < server->places; i++) {
         Client& client = server->clients[(server->next_client + i) % server->places];
         if (!client.attached || !find_request(client)) continue;
@@ -294,6 +336,7 @@ bool collect(ExpertServer* server, uint64_t now_ns) {
         client.again = false;
         // What it left to others before is not made up for.
         client.served = std::max(client.served, server->served);
+        cheapest = std::min(cheapest, model_of(server, client).cost);
     }
     // One request of each client, who had least for its weight first; then more of those that have had less than the
     // one that has had most, which weigh more. So no client's chunks delay another's by more than its part; one alone
@@ -302,15 +345,16 @@ bool collect(ExpertServer* server, uint64_t now_ns) {
     uint32_t unserved = count;
     uint64_t most = 0;
     auto had_less = [](const Client* a, const Client* b) { return a->served < b->served; };
-    while (count && server->job_count < BATCH_JOBS && pairs < BATCH_PAIRS) {
+    while (count && server->job_count < BATCH_JOBS && taken < BATCH_PAIRS * cheapest) {
         Client** next = std::min_element(waiting, waiting + count, had_less);
         Client& client = **next;
         if (!alone && !unserved && client.served >= most) break;
         take_request(server, client, now_ns);
-        const uint32_t taken = server->jobs[server->job_count - 1].header.pairs;
-        pairs += taken;
+        const uint64_t pairs = server->jobs[server->job_count - 1].header.pairs;
+        const uint64_t cost = model_of(server, client).cost;
+        taken += pairs * cost;
         server->served = client.served;
-        client.served += std::max(taken, 1u) * PAIR_COST / client.link.weight;
+        client.served += std::max<uint64_t>(std::max<uint64_t>(pairs, 1) * cost / client.link.weight, 1);
         if (!client.again) unserved--, most = std::max(most, client.served);
         client.again = true;
         server->next_client = uint32_t(&client - server->clients) + 1;
@@ -323,18 +367,23 @@ bool collect(ExpertServer* server, uint64_t now_ns) {
     return true;
 }
 
-// What a tile of the group costs: its weights are read once, and about five rows weigh as much as the read.
-uint64_t tile_cost(const Group& group) { return 5 + group.count; }
+// Groups lie by model.
+bool of_several_models(const ExpertServer* server) {
+    return !server->groups.empty() && server->groups.front().model != server->groups.back().model;
+}
 
 // Calls work(group, tile0, tile1) for the lane's part of all tiles of all groups: contiguous, so that whole groups
 // stay with one lane where they can.
 template <class Work>
-void over_tiles(const ExpertServer* server, uint32_t lane, uint32_t tiles, Work work) {
+void over_tiles(const ExpertServer* server, uint32_t lane, Tiles Model::*part, Work work) {
+    const bool several = of_several_models(server);
+    // All tiles of one model are as deep.
+    auto cost_of = [&](const Group& group) { return group.rows() * (several ? (group.model->*part).depth : 1); };
     uint64_t total = 0, before = 0;
-    for (const Group& group : server->groups) total += tile_cost(group) * tiles;
+    for (const Group& group : server->groups) total += cost_of(group) * (group.model->*part).count;
     uint64_t first = total * lane / server->lanes, last = total * (lane + 1) / server->lanes;
     for (const Group& group : server->groups) {
-        uint64_t cost = tile_cost(group);
+        const uint64_t cost = cost_of(group), tiles = (group.model->*part).count;
         auto tile = [&](uint64_t at) {
             return at <= before ? 0 : uint32_t(std::min<uint64_t>(tiles, (at - before + cost - 1) / cost));
         };
@@ -343,14 +392,16 @@ void over_tiles(const ExpertServer* server, uint32_t lane, uint32_t tiles, Work 
     }
 }
 
-// Whether every lane computes whole groups, so that none reads what another wrote.
+// Whether every lane computes whole groups, so that none reads what another wrote. Of several models the two products
+// are divided among lanes at different places.
 bool whole_groups(const ExpertServer* server) {
+    if (of_several_models(server)) return false;
     uint64_t total = 0, before = 0;
-    for (const Group& group : server->groups) total += tile_cost(group);
+    for (const Group& group : server->groups) total += group.rows();
     uint32_t found = 1;
     for (const Group& group : server->groups) {
         if (before * server->lanes == total * found) found++;
-        before += tile_cost(group);
+        before += group.rows();
     }
     return found == server->lanes;
 }
@@ -362,55 +413,49 @@ void computed(const ExpertServer* server) {
 
 // Computes and answers the batch; made by every lane.
 void serve_batch(ExpertServer* server, uint32_t lane) {
-    const WireShape& shape = server->shape;
     const uint32_t lanes = server->lanes;
-    const uint64_t row_bytes = shape.row_bytes();
-    const uint32_t element = shape.dtype == EAAS_F32 ? 4 : 2;
-    const uint64_t x_stride = row_bytes / element;
-    const uint64_t act_stride = (uint64_t(server->intermediate) + 63) / 64 * 64;
-    const uint32_t up_tiles = tiles(server->intermediate, EXPERTS_GATE_UP_COLUMNS);
-    const uint32_t down_tiles = tiles(shape.hidden, EXPERTS_TILE_ROWS);
     auto up = [&](const Group& g, uint32_t tile0, uint32_t tile1) {
-        experts_ffn_gate_up_formed(server->formed ? &server->form : nullptr, int(shape.dtype), g.expert->gate_up,
-                                   shape.hidden, server->intermediate, server->x.data() + g.first * row_bytes,
-                                   x_stride, g.count, server->act.data() + g.first * act_stride * element,
-                                   act_stride, tile0, tile1);
+        const Model& m = *g.model;
+        experts_ffn_gate_up_formed(m.formed ? &m.form : nullptr, int(m.shape.dtype), g.expert->gate_up, m.shape.hidden,
+                                   m.intermediate, g.x, m.shape.row_bytes() / m.element(), g.count, g.act,
+                                   m.act_stride(), tile0, tile1);
     };
     auto down = [&](const Group& g, uint32_t tile0, uint32_t tile1) {
-        experts_linear(int(shape.dtype), g.expert->down, shape.hidden, server->intermediate,
-                       server->act.data() + g.first * act_stride * element, act_stride, g.count, g.out,
-                       shape.hidden, tile0, tile1);
-        if (server->form.biased)
-            experts_add_down_biases(int(shape.dtype), g.expert->down, shape.hidden, server->intermediate, g.count,
-                                    g.out, shape.hidden, tile0, tile1);
+        Model& m = *g.model;
+        const uint32_t hidden = m.shape.hidden;
+        experts_linear(int(m.shape.dtype), g.expert->down, hidden, m.intermediate, g.act, m.act_stride(), g.count,
+                       g.out, hidden, tile0, tile1);
+        if (m.form.biased)
+            experts_add_down_biases(int(m.shape.dtype), g.expert->down, hidden, m.intermediate, g.count, g.out, hidden,
+                                    tile0, tile1);
         const uint32_t column0 = tile0 * EXPERTS_TILE_ROWS;
-        const uint32_t column1 = std::min<uint32_t>(tile1 * EXPERTS_TILE_ROWS, shape.hidden);
+        const uint32_t column1 = std::min<uint32_t>(tile1 * EXPERTS_TILE_ROWS, hidden);
         uint32_t over = 0;
         for (uint32_t i = 0; i < g.count; i++) {
             const Item& item = server->items[g.first + i];
-            const RowFold part = fold_row(g.out + uint64_t(i) * shape.hidden, column0, column1);
+            const RowFold part = fold_row(g.out + uint64_t(i) * hidden, column0, column1);
             over |= part.over;
             std::atomic_ref fold(server->jobs[item.key & 0xFFFF].folds[item.pair]);
             fold.fetch_add(part.sum, std::memory_order_relaxed);
         }
         if (over >> 31) {
-            std::atomic_ref(server->doubtful[size_t(g.expert - server->experts.data())]).store(1);
-            server->any_doubtful.store(true);
+            std::atomic_ref(m.doubtful[size_t(g.expert - m.experts.data())]).store(1);
+            m.any_doubtful.store(true);
         }
     };
     if (lanes == 1) {
         for (const Group& g : server->groups) {
             p2p_bell_beat(server->page);
-            up(g, 0, up_tiles), down(g, 0, down_tiles);
+            up(g, 0, g.model->up.count), down(g, 0, g.model->down.count);
         }
         computed(server);
         for (uint32_t i = 0; i < server->job_count; i++) answer(server, i);
         count_batch(server);
         return;
     }
-    over_tiles(server, lane, up_tiles, up);
+    over_tiles(server, lane, &Model::up, up);
     if (!whole_groups(server)) p2p_lanes_barrier(server->pool, lane);
-    over_tiles(server, lane, down_tiles, down);
+    over_tiles(server, lane, &Model::down, down);
     p2p_lanes_barrier(server->pool, lane);
     computed(server);
     for (uint32_t i = lane; i < server->job_count; i += lanes) answer(server, i);
@@ -449,6 +494,10 @@ class Turn {
   private:
     ExpertServer* server_;
 };
+
+bool is_open(const ExpertServer* server, uint32_t index) {
+    return index < EXPERT_SERVER_MAX_MODELS && server->models[index].open;
+}
 
 void let_others_pass(ExpertServer* server) {
     timespec pause{0, 20'000};
@@ -504,28 +553,63 @@ void follow(ExpertServer* server, uint32_t lane, uint32_t done) {
 
 }  // namespace
 
-P2P_API ExpertServer* expert_server_new(uint32_t layers, uint32_t experts, uint32_t hidden,
-                                        uint32_t intermediate, uint32_t top_k, int32_t dtype,
-                                        uint64_t model_hash, uint64_t incarnation, uint32_t lanes,
-                                        const int32_t* cores, void* own_page, uint64_t max_slot_bytes,
+P2P_API ExpertServer* expert_server_new(uint32_t layers, uint32_t experts, uint32_t hidden, uint32_t intermediate,
+                                        uint32_t top_k, int32_t dtype, uint64_t model_hash, uint64_t incarnation,
+                                        uint32_t lanes, const int32_t* cores, void* own_page, uint64_t max_slot_bytes,
                                         const ExpertForm* form) try {
-    bool sizes = layers && experts && experts <= 65535 && hidden && intermediate && top_k && top_k <= 1024;
-    if (!sizes || !lanes || lanes > P2P_BELL_LANES || dtype < 0 || dtype >= EAAS_DTYPES || !max_slot_bytes)
-        return nullptr;
+    if (!lanes || lanes > P2P_BELL_LANES || !max_slot_bytes) return nullptr;
     auto server = std::make_unique<ExpertServer>();
-    server->shape = {layers, experts, hidden, top_k, uint32_t(dtype), model_hash};
-    server->intermediate = intermediate;
     server->incarnation = incarnation;
     server->lanes = lanes;
     server->page = own_page;
     server->max_slot_bytes = max_slot_bytes;
-    server->formed = form;
-    if (form) server->form = *form;
-    server->experts.assign(uint64_t(layers) * experts, Expert{});
-    server->doubtful.assign(server->experts.size(), 0);
+    if (expert_server_add_model(server.get(), layers, experts, hidden, intermediate, top_k, dtype, model_hash, form))
+        return nullptr;
     server->pool = p2p_lanes_new(lanes, cores);
     return server->pool ? server.release() : nullptr;
 } P2P_CATCH(nullptr)
+
+P2P_API int32_t expert_server_add_model(ExpertServer* server, uint32_t layers, uint32_t experts, uint32_t hidden,
+                                        uint32_t intermediate, uint32_t top_k, int32_t dtype, uint64_t model_hash,
+                                        const ExpertForm* form) try {
+    bool sizes = layers && layers <= MOST_LAYERS && experts && experts <= 65535 && hidden && intermediate;
+    if (!sizes || !top_k || top_k > 1024 || dtype < 0 || dtype >= EAAS_DTYPES) return EXPERT_SERVER_E_ARGUMENT;
+    std::vector<Expert> none(uint64_t(layers) * experts);
+    std::vector<uint8_t> sound(none.size());
+    Turn turn(server);
+    Model* const models = server->models;
+    Model* const model = std::find_if_not(models, models + EXPERT_SERVER_MAX_MODELS, [](auto& m) { return m.open; });
+    if (model == models + EXPERT_SERVER_MAX_MODELS) return EXPERT_SERVER_E_FULL;
+    model->shape = {layers, experts, hidden, top_k, uint32_t(dtype), model_hash};
+    model->intermediate = intermediate;
+    model->formed = form;
+    model->form = form ? *form : ExpertForm{};
+    model->up = {tiles(intermediate, EXPERTS_GATE_UP_COLUMNS), hidden};
+    model->down = {tiles(hidden, EXPERTS_TILE_ROWS), intermediate};
+    model->unit = (uint64_t(hidden) * intermediate + 63) / 64;
+    // One so large or small beside the first that this rounds or saturates is served with the rest all the same.
+    model->cost = uint64_t(std::clamp(double(PAIR_COST) * double(model->unit) / double(models->unit), 1.0, 0x1p40));
+    model->experts.swap(none);
+    model->doubtful.swap(sound);
+    model->any_doubtful.store(false);
+    model->open = true;
+    return int32_t(model - models);
+} P2P_CATCH(EXPERT_SERVER_E_MEMORY)
+
+P2P_API int32_t expert_server_remove_model(ExpertServer* server, uint32_t index) {
+    Turn turn(server);
+    if (!index || !is_open(server, index)) return EXPERT_SERVER_E_ARGUMENT;
+    Model& model = server->models[index];
+    auto asks = [&](const Client& client) { return client.attached && client.link.model == index; };
+    auto held = [](const Expert& expert) { return expert.gate_up; };
+    if (std::any_of(server->clients, server->clients + server->places, asks) ||
+        std::any_of(model.experts.begin(), model.experts.end(), held))
+        return EXPERT_SERVER_E_BUSY;
+    model.open = false;
+    model.experts = {};
+    model.doubtful = {};
+    return EXPERT_SERVER_OK;
+}
 
 P2P_API void expert_server_free(ExpertServer* server) {
     if (!server) return;
@@ -540,11 +624,11 @@ P2P_API int32_t expert_server_add_client(ExpertServer* server, const ClientLink*
         !link->weight || link->weight > EXPERT_SERVER_MAX_WEIGHT ||
         link->slot_bytes > server->max_slot_bytes)
         return EXPERT_SERVER_E_ARGUMENT;
-    uint64_t window = p2p_window_bytes(link->slots, link->slot_bytes);
-    if (!window || link->rx_bytes < window || link->tx_bytes < window) return EXPERT_SERVER_E_ARGUMENT;
-    if (p2p_window_check(link->tx, link->tx_bytes, link->client_incarnation, link->slots, link->slot_bytes))
+    if (link->rx_bytes < p2p_window_bytes(link->slots, link->slot_bytes) ||
+        p2p_window_check(link->tx, link->tx_bytes, link->client_incarnation, link->slots, link->slot_bytes))
         return EXPERT_SERVER_E_ARGUMENT;
     Turn turn(server);
+    if (!is_open(server, link->model)) return EXPERT_SERVER_E_ARGUMENT;
     for (uint32_t i = 0; i < EXPERT_SERVER_MAX_CLIENTS; i++) {
         if (server->clients[i].attached) continue;
         server->clients[i] = {.attached = true, .link = *link};
@@ -560,17 +644,14 @@ P2P_API void expert_server_remove_client(ExpertServer* server, uint32_t index) {
     server->clients[index].attached = false;
 }
 
-P2P_API int32_t expert_server_set_expert(ExpertServer* server, uint32_t layer, uint32_t expert,
+P2P_API int32_t expert_server_set_expert(ExpertServer* server, uint32_t index, uint32_t layer, uint32_t expert,
                                          const void* gate_up, const void* down) {
-    if (layer >= server->shape.layers || expert >= server->shape.experts || !gate_up != !down)
-        return EXPERT_SERVER_E_ARGUMENT;
     Turn turn(server);
-    server->experts[uint64_t(layer) * server->shape.experts + expert] = {gate_up, down};
+    if (!is_open(server, index) || !gate_up != !down) return EXPERT_SERVER_E_ARGUMENT;
+    Model& model = server->models[index];
+    if (layer >= model.shape.layers || expert >= model.shape.experts) return EXPERT_SERVER_E_ARGUMENT;
+    model.experts[uint64_t(layer) * model.shape.experts + expert] = {gate_up, down};
     return EXPERT_SERVER_OK;
-}
-
-P2P_API void expert_server_clear_expert(ExpertServer* server, uint32_t layer, uint32_t expert) {
-    expert_server_set_expert(server, layer, expert, nullptr, nullptr);
 }
 
 P2P_API void expert_server_set_lease(ExpertServer* server, uint64_t boottime_ns) {
@@ -605,20 +686,14 @@ P2P_API int32_t expert_server_step(ExpertServer* server, uint64_t now_ns) try {
     return int32_t(server->job_count);
 } P2P_CATCH(EXPERT_SERVER_E_MEMORY)
 
-P2P_API int64_t expert_server_take_doubtful(ExpertServer* server) {
-    if (!server->any_doubtful.exchange(false)) return -1;
-    int64_t found = -1;
-    for (size_t i = 0; i < server->doubtful.size(); i++) {
-        std::atomic_ref mark(server->doubtful[i]);
-        if (!mark.load()) continue;
-        if (found >= 0) {
-            server->any_doubtful.store(true);
-            break;
-        }
-        mark.store(0);
-        found = int64_t(i);
-    }
-    return found;
+P2P_API int64_t expert_server_take_doubtful(ExpertServer* server, uint32_t index) {
+    if (index >= EXPERT_SERVER_MAX_MODELS || !server->models[index].any_doubtful.load()) return -1;
+    Turn turn(server);
+    Model& model = server->models[index];
+    const auto found = std::find(model.doubtful.begin(), model.doubtful.end(), 1);
+    if (found == model.doubtful.end()) return model.any_doubtful.store(false), -1;
+    *found = 0;
+    return found - model.doubtful.begin();
 }
 
 P2P_API void expert_server_counters(ExpertServer* server, ServerCounters* out) {

@@ -77,8 +77,7 @@ typedef Lanes16<part> f32x16;
 
 #if defined(EAAS_ISA_AVX512)
 EAAS_INLINE part part_fma(part x, part y, part z) { return _mm512_fmadd_ps(x, y, z); }
-// The maskz forms are the same instructions; the plain ones warn of uninitialized reads in g++ 12's own
-// header.
+// The maskz forms are the same instructions; the plain ones warn of uninitialized reads in g++ 12's own header.
 EAAS_INLINE part part_max(part x, part y) { return _mm512_maskz_max_ps(0xffff, x, y); }
 EAAS_INLINE part part_min(part x, part y) { return _mm512_maskz_min_ps(0xffff, x, y); }
 EAAS_INLINE part part_sqrt(part x) { return _mm512_maskz_sqrt_ps(0xffff, x); }

@@ -28,15 +28,13 @@ struct Waterfill {
     // Fills wants[i].rows so that the busiest server ends early: a server's time is
     // (its rows + expert_cost x its experts) / speed.
     //
-    // Experts with the fewest servers go first, large before small; each is split over its servers to an even
-    // level. Then experts are taken out and split again, while the sum over servers of time^2 x speed falls:
-    // at its least the busiest server is as idle as the replicas allow, and an expert is split only where that
-    // is worth the further activation. All that in parts of rows, for an odd row at each of many hands is a slope
-    // that no single move can level; whole rows come last, each to the server from which rounding took most.
-    // A slow server may still end last by a single expert: one that does gives up whatever others hold as well, where
-    // all then end sooner.
-    // Equal servers are taken in an order drawn by `turn`, so that what is left over by many clients does not meet
-    // on one server.
+    // Experts with the fewest servers go first, large before small; each is split over its servers to an even level.
+    // Then experts are taken out and split again, while the sum over servers of time^2 x speed falls: at its least the
+    // busiest server is as idle as the replicas allow, and an expert is split only where that is worth the further
+    // activation. All that in parts of rows, for an odd row at each of many hands is a slope that no single move can
+    // level; whole rows come last, each to the server from which rounding took most. A slow server may still end last
+    // by a single expert: one that does gives up whatever others hold as well, where all then end sooner. Equal servers
+    // are taken in an order drawn by `turn`, so that what is left over by many clients does not meet on one server.
     void split_rows(Want* wants, size_t n, const double* speed, double expert_cost, uint32_t turn);
 
   private:

@@ -97,8 +97,7 @@ struct RowsDigest {
 
 // Whether a request of `length` bytes, already in private memory at `payload`, may be served. Every later
 // access is covered by what is checked here.
-inline bool request_valid(const WireShape& shape, const uint8_t* payload, uint64_t length,
-                          uint64_t reply_capacity) {
+inline bool request_valid(const WireShape& shape, const uint8_t* payload, uint64_t length, uint64_t reply_capacity) {
     if (length < sizeof(WireHeader)) return false;
     WireHeader header;
     std::memcpy(&header, payload, sizeof header);

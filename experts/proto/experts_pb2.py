@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1b\x65xperts/proto/experts.proto\x12\nexperts.v1\"\xa3\x02\n\rAttachRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x1a\n\x12server_incarnation\x18\x03 \x01(\x04\x12\x12\n\nmodel_hash\x18\x04 \x01(\t\x12\x0e\n\x06layers\x18\x05 \x01(\r\x12\x0f\n\x07\x65xperts\x18\x06 \x01(\r\x12\x0e\n\x06hidden\x18\x07 \x01(\r\x12\r\n\x05top_k\x18\x08 \x01(\r\x12\r\n\x05\x64type\x18\t \x01(\r\x12\x18\n\x10reply_descriptor\x18\n \x01(\x0c\x12\r\n\x05lanes\x18\x0b \x01(\r\x12\r\n\x05slots\x18\x0c \x01(\r\x12\x12\n\nslot_bytes\x18\r \x01(\x04\x12\x14\n\x0cwire_version\x18\x0e \x01(\r\x12\x0e\n\x06weight\x18\x0f \x01(\r\"\x7f\n\x0b\x41ttachReply\x12\x1a\n\x12request_descriptor\x18\x01 \x01(\x0c\x12\x1a\n\x12server_incarnation\x18\x02 \x01(\x04\x12\r\n\x05\x63ores\x18\x03 \x03(\x05\x12\x13\n\x0brings_lanes\x18\x04 \x01(\x08\x12\x14\n\x0cwire_version\x18\x05 \x01(\r\"-\n\x0f\x44\x65scribeRequest\x12\x1a\n\x12server_incarnation\x18\x01 \x01(\x04\"3\n\rDescribeReply\x12\x0e\n\x06\x63onfig\x18\x01 \x01(\x0c\x12\x12\n\nmodel_hash\x18\x02 \x01(\t\"A\n\x0fManifestRequest\x12\x1a\n\x12server_incarnation\x18\x01 \x01(\x04\x12\x12\n\nmodel_hash\x18\x02 \x01(\t\"!\n\rManifestReply\x12\x10\n\x08manifest\x18\x01 \x01(\x0c\"h\n\x0bGiveRequest\x12*\n\x07opening\x18\x01 \x01(\x0b\x32\x17.experts.v1.GiveOpeningH\x00\x12\"\n\x05piece\x18\x02 \x01(\x0b\x32\x11.experts.v1.PieceH\x00\x42\t\n\x07message\"O\n\x0bGiveOpening\x12\x1a\n\x12server_incarnation\x18\x01 \x01(\x04\x12\x10\n\x08identity\x18\x02 \x01(\x0c\x12\x12\n\ndescriptor\x18\x03 \x01(\x0c\"X\n\x05Piece\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\r\n\x05layer\x18\x02 \x01(\r\x12\x0e\n\x06\x65xpert\x18\x03 \x01(\r\x12\x0e\n\x06offset\x18\x04 \x01(\x04\x12\x0e\n\x06nbytes\x18\x05 \x01(\x04\"\x0b\n\tGiveReply2\x89\x02\n\x07\x45xperts\x12<\n\x06\x41ttach\x12\x19.experts.v1.AttachRequest\x1a\x17.experts.v1.AttachReply\x12\x42\n\x08\x44\x65scribe\x12\x1b.experts.v1.DescribeRequest\x1a\x19.experts.v1.DescribeReply\x12\x42\n\x08Manifest\x12\x1b.experts.v1.ManifestRequest\x1a\x19.experts.v1.ManifestReply\x12\x38\n\x04Give\x12\x17.experts.v1.GiveRequest\x1a\x15.experts.v1.GiveReply(\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1b\x65xperts/proto/experts.proto\x12\nexperts.v1\"\xa3\x02\n\rAttachRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x1a\n\x12server_incarnation\x18\x03 \x01(\x04\x12\x12\n\nmodel_hash\x18\x04 \x01(\t\x12\x0e\n\x06layers\x18\x05 \x01(\r\x12\x0f\n\x07\x65xperts\x18\x06 \x01(\r\x12\x0e\n\x06hidden\x18\x07 \x01(\r\x12\r\n\x05top_k\x18\x08 \x01(\r\x12\r\n\x05\x64type\x18\t \x01(\r\x12\x18\n\x10reply_descriptor\x18\n \x01(\x0c\x12\r\n\x05lanes\x18\x0b \x01(\r\x12\r\n\x05slots\x18\x0c \x01(\r\x12\x12\n\nslot_bytes\x18\r \x01(\x04\x12\x14\n\x0cwire_version\x18\x0e \x01(\r\x12\x0e\n\x06weight\x18\x0f \x01(\r\"\x7f\n\x0b\x41ttachReply\x12\x1a\n\x12request_descriptor\x18\x01 \x01(\x0c\x12\x1a\n\x12server_incarnation\x18\x02 \x01(\x04\x12\r\n\x05\x63ores\x18\x03 \x03(\x05\x12\x13\n\x0brings_lanes\x18\x04 \x01(\x08\x12\x14\n\x0cwire_version\x18\x05 \x01(\r\"A\n\x0f\x44\x65scribeRequest\x12\x1a\n\x12server_incarnation\x18\x01 \x01(\x04\x12\x12\n\nmodel_hash\x18\x02 \x01(\t\"3\n\rDescribeReply\x12\x0e\n\x06\x63onfig\x18\x01 \x01(\x0c\x12\x12\n\nmodel_hash\x18\x02 \x01(\t\"A\n\x0fManifestRequest\x12\x1a\n\x12server_incarnation\x18\x01 \x01(\x04\x12\x12\n\nmodel_hash\x18\x02 \x01(\t\"!\n\rManifestReply\x12\x10\n\x08manifest\x18\x01 \x01(\x0c\"h\n\x0bGiveRequest\x12*\n\x07opening\x18\x01 \x01(\x0b\x32\x17.experts.v1.GiveOpeningH\x00\x12\"\n\x05piece\x18\x02 \x01(\x0b\x32\x11.experts.v1.PieceH\x00\x42\t\n\x07message\"O\n\x0bGiveOpening\x12\x1a\n\x12server_incarnation\x18\x01 \x01(\x04\x12\x10\n\x08identity\x18\x02 \x01(\x0c\x12\x12\n\ndescriptor\x18\x03 \x01(\x0c\"X\n\x05Piece\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\r\n\x05layer\x18\x02 \x01(\r\x12\x0e\n\x06\x65xpert\x18\x03 \x01(\r\x12\x0e\n\x06offset\x18\x04 \x01(\x04\x12\x0e\n\x06nbytes\x18\x05 \x01(\x04\"\x0b\n\tGiveReply2\x89\x02\n\x07\x45xperts\x12<\n\x06\x41ttach\x12\x19.experts.v1.AttachRequest\x1a\x17.experts.v1.AttachReply\x12\x42\n\x08\x44\x65scribe\x12\x1b.experts.v1.DescribeRequest\x1a\x19.experts.v1.DescribeReply\x12\x42\n\x08Manifest\x12\x1b.experts.v1.ManifestRequest\x1a\x19.experts.v1.ManifestReply\x12\x38\n\x04Give\x12\x17.experts.v1.GiveRequest\x1a\x15.experts.v1.GiveReply(\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,21 +36,21 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ATTACHREPLY']._serialized_start=337
   _globals['_ATTACHREPLY']._serialized_end=464
   _globals['_DESCRIBEREQUEST']._serialized_start=466
-  _globals['_DESCRIBEREQUEST']._serialized_end=511
-  _globals['_DESCRIBEREPLY']._serialized_start=513
-  _globals['_DESCRIBEREPLY']._serialized_end=564
-  _globals['_MANIFESTREQUEST']._serialized_start=566
-  _globals['_MANIFESTREQUEST']._serialized_end=631
-  _globals['_MANIFESTREPLY']._serialized_start=633
-  _globals['_MANIFESTREPLY']._serialized_end=666
-  _globals['_GIVEREQUEST']._serialized_start=668
-  _globals['_GIVEREQUEST']._serialized_end=772
-  _globals['_GIVEOPENING']._serialized_start=774
-  _globals['_GIVEOPENING']._serialized_end=853
-  _globals['_PIECE']._serialized_start=855
-  _globals['_PIECE']._serialized_end=943
-  _globals['_GIVEREPLY']._serialized_start=945
-  _globals['_GIVEREPLY']._serialized_end=956
-  _globals['_EXPERTS']._serialized_start=959
-  _globals['_EXPERTS']._serialized_end=1224
+  _globals['_DESCRIBEREQUEST']._serialized_end=531
+  _globals['_DESCRIBEREPLY']._serialized_start=533
+  _globals['_DESCRIBEREPLY']._serialized_end=584
+  _globals['_MANIFESTREQUEST']._serialized_start=586
+  _globals['_MANIFESTREQUEST']._serialized_end=651
+  _globals['_MANIFESTREPLY']._serialized_start=653
+  _globals['_MANIFESTREPLY']._serialized_end=686
+  _globals['_GIVEREQUEST']._serialized_start=688
+  _globals['_GIVEREQUEST']._serialized_end=792
+  _globals['_GIVEOPENING']._serialized_start=794
+  _globals['_GIVEOPENING']._serialized_end=873
+  _globals['_PIECE']._serialized_start=875
+  _globals['_PIECE']._serialized_end=963
+  _globals['_GIVEREPLY']._serialized_start=965
+  _globals['_GIVEREPLY']._serialized_end=976
+  _globals['_EXPERTS']._serialized_start=979
+  _globals['_EXPERTS']._serialized_end=1244
 # @@protoc_insertion_point(module_scope)

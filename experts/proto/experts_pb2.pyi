@@ -55,10 +55,12 @@ class AttachReply(_message.Message):
     def __init__(self, request_descriptor: _Optional[bytes] = ..., server_incarnation: _Optional[int] = ..., cores: _Optional[_Iterable[int]] = ..., rings_lanes: _Optional[bool] = ..., wire_version: _Optional[int] = ...) -> None: ...
 
 class DescribeRequest(_message.Message):
-    __slots__ = ("server_incarnation",)
+    __slots__ = ("server_incarnation", "model_hash")
     SERVER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    MODEL_HASH_FIELD_NUMBER: _ClassVar[int]
     server_incarnation: int
-    def __init__(self, server_incarnation: _Optional[int] = ...) -> None: ...
+    model_hash: str
+    def __init__(self, server_incarnation: _Optional[int] = ..., model_hash: _Optional[str] = ...) -> None: ...
 
 class DescribeReply(_message.Message):
     __slots__ = ("config", "model_hash")

@@ -68,7 +68,7 @@ class ExpertsServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Describe(self, request, context):
-        """What the model is, for a client that has no checkpoint. FAILED_PRECONDITION: another incarnation, or a configuration too long to tell. UNAVAILABLE: not yet a member.
+        """What a model is, for a client that has no checkpoint. FAILED_PRECONDITION: another incarnation, a model that is not served here, or a configuration too long to tell. UNAVAILABLE: not yet a member.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -6,10 +6,9 @@
 // The builder makes and destroys agents, which takes milliseconds. One lock guards all; no agent is made,
 // destroyed or waited for under it.
 //
-// Joining: the writer makes an agent on each rail and says HELLO on each path every 20 ms, with the token,
-// its incarnation, a number of its own for this connection, and its agent's address; the owner answers the
-// first connection alone, with WELCOME and the window's header. Whatever makes no sense is dropped and
-// counted.
+// Joining: the writer makes an agent on each rail and says HELLO on each path every 20 ms, with the token, its
+// incarnation, a number of its own for this connection, and its agent's address; the owner answers the first connection
+// alone, with WELCOME and the window's header. Whatever makes no sense is dropped and counted.
 #pragma once
 #include <cstdint>
 
@@ -24,10 +23,9 @@ struct P2pGpu;
 struct P2pMonitor;
 struct P2pLink;  // a window of this endpoint, or a peer's as this side writes it
 
-// `page` (doorbell.h) is rung, lanes 0 to lanes - 1, after each signal that lands; it stays until _free.
-// `rails`: 1 to P2P_PATHS names (nixl_path.h). `gpu`: where windows lie (gpu.h), null
-// for host memory; images of peers' windows lie in host memory always. Null where threads run out or an argument is
-// out of range.
+// `page` (doorbell.h) is rung, lanes 0 to lanes - 1, after each signal that lands; it stays until _free. `rails`: 1 to
+// P2P_PATHS names (nixl_path.h). `gpu`: where windows lie (gpu.h), null for host memory; images of peers' windows lie
+// in host memory always. Null where threads run out or an argument is out of range.
 P2P_API P2pCarrier* p2p_carrier_new(uint64_t incarnation, const char* const* rails, uint32_t rail_count,
                                     void* page, uint32_t lanes, const P2pGpu* gpu);
 // Whoever waits for a peer in p2p_link_connect leaves, and so does who comes later.

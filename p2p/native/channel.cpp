@@ -1,5 +1,4 @@
 // What both ends of a channel share: notes, paths that open and close, commands that wait for the shell.
-#include <algorithm>
 #include <cstring>
 
 #include "p2p/native/channel_end.h"

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <bit>
-#include <cstddef>
 #include <cstring>
 
 #include "p2p/native/wait.h"
@@ -97,8 +96,7 @@ P2P_API int p2p_bell_sleep(void* page, uint32_t lane, uint32_t seen, uint64_t ti
 }
 
 P2P_API int p2p_bell_wait(void* page, uint32_t lane, uint32_t seen, uint64_t timeout_ns) {
-    // No rescan is needed in between: `seen` was read before the caller's scan, and the kernel compares
-    // again.
+    // No rescan is needed in between: `seen` was read before the caller's scan, and the kernel compares again.
     if (bell_of(page, lane) && p2p_bell_prepare(page, lane) != seen) {
         p2p_bell_cancel(page, lane);
         return 1;

@@ -1,5 +1,4 @@
-// Frames: how one message lies in a slot, how it is sealed, and how a reader takes it without trusting its
-// writer.
+// Frames: how one message lies in a slot, how it is sealed, and how a reader takes it without trusting its writer.
 //
 //   slot:   offset  size  what
 //                0    64  signal line: its first u64 is the signal word, the frame's sequence; rest zero
@@ -23,9 +22,8 @@
 //   block(w) = sum of w[i] * K[i] mod 2^64, over at most 256 words
 //   h = block(header);  for each 1,024-byte block of payload: h = h * P + block(payload block)
 //   checksum = mix(h), a bijection
-// A change within one word moves h by (less than 2^32) * K * P^n, which is never 0 mod 2^64: every flip of a
-// byte is seen, always. Other tears pass with odds of about 2^-32 or less. It guards against accidents, not
-// against forgers.
+// A change within one word moves h by (less than 2^32) * K * P^n, which is never 0 mod 2^64: every flip of a byte is
+// seen, always. Other tears pass with odds of about 2^-32 or less. It guards against accidents, not against forgers.
 #pragma once
 #include <bit>
 #include <cstddef>
@@ -76,9 +74,8 @@ inline void* p2p_payload(void* slot) { return static_cast<uint8_t*>(slot) + P2P_
 
 P2P_API uint64_t p2p_checksum(const void* header56, const void* payload, uint64_t length);
 
-// Write the header of the frame whose `fields->length` payload bytes already lie at p2p_payload(slot). The
-// sealer fills magic, version, flags, reserved and checksum; the caller every other field. The signal is not
-// touched.
+// Write the header of the frame whose `fields->length` payload bytes already lie at p2p_payload(slot). The sealer fills
+// magic, version, flags, reserved and checksum; the caller every other field. The signal is not touched.
 P2P_API void p2p_frame_seal(void* slot, const P2pHeader* fields);
 
 // Copy header and payload to private memory, then validate the copies: what passed cannot change any more.

@@ -50,8 +50,7 @@ struct alignas(64) Turn {
     uint32_t* word() { return reinterpret_cast<uint32_t*>(&value); }
 
     void advance() {
-        // Sequentially consistent against wait_past: either it sees the new value, or its sleeper is counted
-        // here.
+        // Sequentially consistent against wait_past: either it sees the new value, or its sleeper is counted here.
         value.fetch_add(1, std::memory_order_seq_cst);
         if (sleepers.load(std::memory_order_seq_cst)) p2p::futex_wake_all(word(), p2p::Scope::PRIVATE);
     }

@@ -1,8 +1,7 @@
 // Lanes: a pool of worker threads, one per core, that run one function together (SPMD) and meet at barriers.
 //
-// Waiting is a short spin and then a futex. The spin adapts: it is used only where the pool's lanes fit the
-// cores that the process may use, and tried but rarely while it does not pay, as when another process keeps a
-// core busy.
+// Waiting is a short spin and then a futex. The spin adapts: it is used only where the pool's lanes fit the cores that
+// the process may use, and tried but rarely while it does not pay, as when another process keeps a core busy.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -23,13 +22,11 @@ P2P_API LanePool* p2p_lanes_new(uint32_t count, const int32_t* cores);
 // Stops and joins the threads; gives the caller's affinity back where run had pinned it. Null is fine.
 P2P_API void p2p_lanes_free(LanePool* pool);
 
-// fn(arg, lane) on every lane; the caller becomes lane 0 (and stays pinned to its core). Returns 0 when all
-// lanes are done, with all that they wrote visible, or P2P_E_LANES_BUSY. fn must not throw, nor run the same
-// pool.
+// fn(arg, lane) on every lane; the caller becomes lane 0 (and stays pinned to its core). Returns 0 when all lanes are
+// done, with all that they wrote visible, or P2P_E_LANES_BUSY. fn must not throw, nor run the same pool.
 P2P_API int p2p_lanes_run(LanePool* pool, void (*fn)(void* arg, uint32_t lane), void* arg);
 
-// Called by every lane within run: returns when all have come, with all that they wrote before visible to
-// each.
+// Called by every lane within run: returns when all have come, with all that they wrote before visible to each.
 P2P_API void p2p_lanes_barrier(LanePool* pool, uint32_t lane);
 
 // Spins as a barrier would until *value is no longer `seen`; whether it moved in that time.

@@ -1,10 +1,9 @@
 // The window monitor: is one channel slower than it was a moment ago? It has no clock, takes no lock and
 // allocates only when it is made; one thread feeds it, any other may read it.
 //
-// The feeder says when a write was posted and when it completed. Posted means handed to the channel, whether on
-// the wire yet or in the channel's own queue, so that what is outstanding shows what the channel owes. Each
-// posted write ends in exactly one completion, in any order. Times are nanoseconds of one
-// monotonic clock and never run backwards.
+// The feeder says when a write was posted and when it completed. Posted means handed to the channel, whether on the
+// wire yet or in the channel's own queue, so that what is outstanding shows what the channel owes. Each posted write
+// ends in exactly one completion, in any order. Times are nanoseconds of one monotonic clock and never run backwards.
 //
 // Over the last W = 8 completed writes:
 //   bandwidth = bytes / (last completion - first post), without the time in which nothing was outstanding. A

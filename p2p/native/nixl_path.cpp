@@ -66,8 +66,7 @@ std::string unique_name() {
     uint64_t words[2] = {};
     if (getrandom(words, sizeof words, 0) != ssize_t(sizeof words)) return {};
     char text[40];
-    std::snprintf(text, sizeof text, "p2p-%016llx%016llx", (unsigned long long)words[0],
-                  (unsigned long long)words[1]);
+    std::snprintf(text, sizeof text, "p2p-%016llx%016llx", (unsigned long long)words[0], (unsigned long long)words[1]);
     return text;
 }
 
@@ -230,8 +229,7 @@ struct P2pNixlPath {
         bool made = nixl->xfer_dlist_add_desc(local, uintptr_t(source), bytes, device()) == 0 &&
                     nixl->xfer_dlist_add_desc(remote, there.at + offset, bytes, there.device) == 0 &&
                     nixl->opt_args_set_notif_msg(options, note, note_bytes) == 0 &&
-                    nixl->create_xfer_req(agent, p2p::nixl::WRITE, local, remote, other.c_str(), &handle,
-                                          options) == 0;
+                    nixl->create_xfer_req(agent, p2p::nixl::WRITE, local, remote, other.c_str(), &handle, options) == 0;
         if (!made) return fail();
         requests.push_back({ticket, handle});
         return nixl->post_xfer_req(agent, handle, nullptr) < 0 ? fail() : 0;

@@ -24,10 +24,9 @@ struct P2pPathEvent {
 
 // Every function returns a negative number once the path is broken, and may be called again all the same.
 struct P2pPathOps {
-    // Copy bytes to `offset` of the owner's window, then give the owner the note: it never comes before the bytes
-    // lie there. The source stays as it is until DONE, or until the owner answers the note: of a write that was
-    // copied at once the path knows no more, and says nothing. Writes may overtake each other. Zero bytes: the
-    // note alone.
+    // Copy bytes to `offset` of the owner's window, then give the owner the note: it never comes before the bytes lie
+    // there. The source stays as it is until DONE, or until the owner answers the note: of a write that was copied at
+    // once the path knows no more, and says nothing. Writes may overtake each other. Zero bytes: the note alone.
     int (*write)(void* path, uint64_t ticket, uint64_t offset, const void* source, uint64_t bytes,
                  const void* note, uint32_t note_bytes);
     // A note alone, to the other end.

@@ -45,8 +45,7 @@ bool spin_until(Ready ready) {
 
 enum class Scope : int { SHARED = 0, PRIVATE = FUTEX_PRIVATE_FLAG };
 
-// False on timeout; true where woken, where *word already differs from `seen`, and on a signal: the caller
-// looks again.
+// False on timeout; true where woken, where *word already differs from `seen`, and on a signal: the caller looks again.
 inline bool futex_wait(const uint32_t* word, uint32_t seen, Scope scope, const timespec* timeout) {
     long result = syscall(SYS_futex, word, FUTEX_WAIT | int(scope), seen, timeout, nullptr, 0);
     return result == 0 || errno != ETIMEDOUT;

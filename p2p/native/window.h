@@ -49,8 +49,7 @@ inline const void* p2p_slot(const void* window, uint32_t index, uint64_t payload
     return static_cast<const uint8_t*>(window) + p2p_slot_offset(index, payload_capacity);
 }
 
-// Bytes of a window; 0 where slots is not in 1..P2P_SLOTS_LIMIT or payload_capacity not in
-// 1..P2P_PAYLOAD_LIMIT.
+// Bytes of a window; 0 where slots is not in 1..P2P_SLOTS_LIMIT or payload_capacity not in 1..P2P_PAYLOAD_LIMIT.
 P2P_API uint64_t p2p_window_bytes(uint32_t slots, uint64_t payload_capacity);
 
 // Write the header of zeroed memory. 0, or P2P_E_WINDOW_SIZE.

@@ -133,7 +133,7 @@ class FaultsTaken(_message.Message):
     def __init__(self, kinds: _Optional[_Iterable[str]] = ..., points: _Optional[_Iterable[str]] = ..., rails: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class View(_message.Message):
-    __slots__ = ("term", "epoch", "replicas_wanted", "layers", "experts", "model_hash", "members", "order", "salt", "since", "gone")
+    __slots__ = ("term", "epoch", "replicas_wanted", "layers", "experts", "model_hash", "members", "order", "salt", "since", "gone", "models")
     TERM_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     REPLICAS_WANTED_FIELD_NUMBER: _ClassVar[int]
@@ -145,6 +145,7 @@ class View(_message.Message):
     SALT_FIELD_NUMBER: _ClassVar[int]
     SINCE_FIELD_NUMBER: _ClassVar[int]
     GONE_FIELD_NUMBER: _ClassVar[int]
+    MODELS_FIELD_NUMBER: _ClassVar[int]
     term: int
     epoch: int
     replicas_wanted: int
@@ -156,7 +157,50 @@ class View(_message.Message):
     salt: int
     since: int
     gone: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, term: _Optional[int] = ..., epoch: _Optional[int] = ..., replicas_wanted: _Optional[int] = ..., layers: _Optional[int] = ..., experts: _Optional[int] = ..., model_hash: _Optional[str] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., order: _Optional[_Union[FaultOrder, _Mapping]] = ..., salt: _Optional[int] = ..., since: _Optional[int] = ..., gone: _Optional[_Iterable[str]] = ...) -> None: ...
+    models: _containers.RepeatedCompositeFieldContainer[Model]
+    def __init__(self, term: _Optional[int] = ..., epoch: _Optional[int] = ..., replicas_wanted: _Optional[int] = ..., layers: _Optional[int] = ..., experts: _Optional[int] = ..., model_hash: _Optional[str] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., order: _Optional[_Union[FaultOrder, _Mapping]] = ..., salt: _Optional[int] = ..., since: _Optional[int] = ..., gone: _Optional[_Iterable[str]] = ..., models: _Optional[_Iterable[_Union[Model, _Mapping]]] = ...) -> None: ...
+
+class Model(_message.Message):
+    __slots__ = ("hash", "name", "path", "number", "base", "layers", "experts", "expert_bytes", "weight", "leaving", "asleep")
+    HASH_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    BASE_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    EXPERT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    LEAVING_FIELD_NUMBER: _ClassVar[int]
+    ASLEEP_FIELD_NUMBER: _ClassVar[int]
+    hash: str
+    name: str
+    path: str
+    number: int
+    base: int
+    layers: int
+    experts: int
+    expert_bytes: int
+    weight: int
+    leaving: bool
+    asleep: bool
+    def __init__(self, hash: _Optional[str] = ..., name: _Optional[str] = ..., path: _Optional[str] = ..., number: _Optional[int] = ..., base: _Optional[int] = ..., layers: _Optional[int] = ..., experts: _Optional[int] = ..., expert_bytes: _Optional[int] = ..., weight: _Optional[int] = ..., leaving: _Optional[bool] = ..., asleep: _Optional[bool] = ...) -> None: ...
+
+class AddModelRequest(_message.Message):
+    __slots__ = ("model", "attention", "numerics_class")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    ATTENTION_FIELD_NUMBER: _ClassVar[int]
+    NUMERICS_CLASS_FIELD_NUMBER: _ClassVar[int]
+    model: Model
+    attention: int
+    numerics_class: str
+    def __init__(self, model: _Optional[_Union[Model, _Mapping]] = ..., attention: _Optional[int] = ..., numerics_class: _Optional[str] = ...) -> None: ...
+
+class RemoveModelRequest(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
 
 class FaultOrder(_message.Message):
     __slots__ = ("begin", "end")
@@ -193,7 +237,7 @@ class Fault(_message.Message):
     def __init__(self, id: _Optional[str] = ..., kind: _Optional[str] = ..., for_s: _Optional[float] = ..., by_s: _Optional[float] = ..., times: _Optional[float] = ..., share: _Optional[float] = ..., peers: _Optional[_Iterable[str]] = ..., where: _Optional[str] = ..., after: _Optional[int] = ..., rail: _Optional[str] = ..., seed: _Optional[int] = ...) -> None: ...
 
 class Member(_message.Message):
-    __slots__ = ("name", "pool", "state", "incarnation", "address", "pid", "host", "core", "numerics_class", "target", "serving", "load")
+    __slots__ = ("name", "pool", "state", "incarnation", "address", "pid", "host", "core", "numerics_class", "target", "serving", "load", "model")
     class LoadEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -213,6 +257,7 @@ class Member(_message.Message):
     TARGET_FIELD_NUMBER: _ClassVar[int]
     SERVING_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     name: str
     pool: str
     state: str
@@ -225,23 +270,26 @@ class Member(_message.Message):
     target: bytes
     serving: bytes
     load: _containers.ScalarMap[str, float]
-    def __init__(self, name: _Optional[str] = ..., pool: _Optional[str] = ..., state: _Optional[str] = ..., incarnation: _Optional[int] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., core: _Optional[int] = ..., numerics_class: _Optional[str] = ..., target: _Optional[bytes] = ..., serving: _Optional[bytes] = ..., load: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    model: str
+    def __init__(self, name: _Optional[str] = ..., pool: _Optional[str] = ..., state: _Optional[str] = ..., incarnation: _Optional[int] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., core: _Optional[int] = ..., numerics_class: _Optional[str] = ..., target: _Optional[bytes] = ..., serving: _Optional[bytes] = ..., load: _Optional[_Mapping[str, float]] = ..., model: _Optional[str] = ...) -> None: ...
 
 class LoadedRequest(_message.Message):
-    __slots__ = ("name", "incarnation", "bitmap", "epoch", "salt", "number")
+    __slots__ = ("name", "incarnation", "bitmap", "epoch", "salt", "number", "opened")
     NAME_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     BITMAP_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     SALT_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
+    OPENED_FIELD_NUMBER: _ClassVar[int]
     name: str
     incarnation: int
     bitmap: bytes
     epoch: int
     salt: int
     number: int
-    def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[int] = ..., bitmap: _Optional[bytes] = ..., epoch: _Optional[int] = ..., salt: _Optional[int] = ..., number: _Optional[int] = ...) -> None: ...
+    opened: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[int] = ..., bitmap: _Optional[bytes] = ..., epoch: _Optional[int] = ..., salt: _Optional[int] = ..., number: _Optional[int] = ..., opened: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class LoadedReply(_message.Message):
     __slots__ = ("fenced", "stale")

@@ -87,6 +87,16 @@ class RouterStub:
                 request_serializer=router_dot_proto_dot_router__pb2.RetireRequest.SerializeToString,
                 response_deserializer=router_dot_proto_dot_router__pb2.Retirement.FromString,
                 _registered_method=True)
+        self.AddModel = channel.unary_unary(
+                '/router.v1.Router/AddModel',
+                request_serializer=router_dot_proto_dot_router__pb2.AddModelRequest.SerializeToString,
+                response_deserializer=router_dot_proto_dot_router__pb2.Model.FromString,
+                _registered_method=True)
+        self.RemoveModel = channel.unary_unary(
+                '/router.v1.Router/RemoveModel',
+                request_serializer=router_dot_proto_dot_router__pb2.RemoveModelRequest.SerializeToString,
+                response_deserializer=router_dot_proto_dot_router__pb2.Model.FromString,
+                _registered_method=True)
         self.Status = channel.unary_unary(
                 '/router.v1.Router/Status',
                 request_serializer=router_dot_proto_dot_router__pb2.StatusRequest.SerializeToString,
@@ -187,6 +197,20 @@ class RouterServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def AddModel(self, request, context):
+        """Serve one more model on the pool, or the same with other words. FAILED_PRECONDITION: it does not fit.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RemoveModel(self, request, context):
+        """Serve a model no more: new requests are refused, running ones end. NOT_FOUND: there is none of that name.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Status(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -268,6 +292,16 @@ def add_RouterServicer_to_server(servicer, server):
                     servicer.Retire,
                     request_deserializer=router_dot_proto_dot_router__pb2.RetireRequest.FromString,
                     response_serializer=router_dot_proto_dot_router__pb2.Retirement.SerializeToString,
+            ),
+            'AddModel': grpc.unary_unary_rpc_method_handler(
+                    servicer.AddModel,
+                    request_deserializer=router_dot_proto_dot_router__pb2.AddModelRequest.FromString,
+                    response_serializer=router_dot_proto_dot_router__pb2.Model.SerializeToString,
+            ),
+            'RemoveModel': grpc.unary_unary_rpc_method_handler(
+                    servicer.RemoveModel,
+                    request_deserializer=router_dot_proto_dot_router__pb2.RemoveModelRequest.FromString,
+                    response_serializer=router_dot_proto_dot_router__pb2.Model.SerializeToString,
             ),
             'Status': grpc.unary_unary_rpc_method_handler(
                     servicer.Status,
@@ -563,6 +597,60 @@ class Router:
             '/router.v1.Router/Retire',
             router_dot_proto_dot_router__pb2.RetireRequest.SerializeToString,
             router_dot_proto_dot_router__pb2.Retirement.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AddModel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/router.v1.Router/AddModel',
+            router_dot_proto_dot_router__pb2.AddModelRequest.SerializeToString,
+            router_dot_proto_dot_router__pb2.Model.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RemoveModel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/router.v1.Router/RemoveModel',
+            router_dot_proto_dot_router__pb2.RemoveModelRequest.SerializeToString,
+            router_dot_proto_dot_router__pb2.Model.FromString,
             options,
             channel_credentials,
             insecure,

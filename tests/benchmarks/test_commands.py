@@ -108,9 +108,7 @@ def test_scaling_writes_every_point_with_its_floor(tmp_path: Path) -> None:
     assert (tmp_path / "scaling-tiny.md").read_text().count("\n| ") == 1 + len(rows)
 
 
-def test_trace_accounts_for_a_steps_time_lane_by_lane(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_trace_accounts_for_a_steps_time_lane_by_lane(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--shape", "tiny", "--rounds", "1", "--results", str(tmp_path), "--threads", "1"]
     trace.main([*options, "--batch", "2", "--servers", "0,1"])
     local, remote = lines(tmp_path, "trace")

@@ -109,9 +109,7 @@ def test_both_kinds_of_trace_are_read(tmp_path: Path) -> None:
         "TIMESTAMP,ContextTokens,GeneratedTokens\n"
         "2023-11-16 18:15:46.6805900,374,44\n2023-11-16 18:15:50.9305900,396,109\n"
     )
-    lines = [
-        {"timestamp": at, "input_length": 7, "output_length": 5, "hash_ids": []} for at in (3000, 0, 27482)
-    ]
+    lines = [{"timestamp": at, "input_length": 7, "output_length": 5, "hash_ids": []} for at in (3000, 0, 27482)]
     mooncake.write_text("".join(json.dumps(line) + "\n" for line in lines))
     neither.write_text("time,tokens\n")
     assert [(r.at_s, r.prompt, r.output) for r in read_trace(azure)] == [(0.0, 374, 44), (4.25, 396, 109)]

@@ -90,9 +90,7 @@ def test_agreement_ends_at_the_first_difference() -> None:
 
 
 def test_decoding_steps_are_those_after_all_prompts() -> None:
-    run = Run(
-        tokens=[[1, 2, 3], [4, 5, 6]], total_s=12, steps_s=[4.0, 3.0, 2.0, 1.0, 2.0], made=[0, 1, 2, 2, 1]
-    )
+    run = Run(tokens=[[1, 2, 3], [4, 5, 6]], total_s=12, steps_s=[4.0, 3.0, 2.0, 1.0, 2.0], made=[0, 1, 2, 2, 1])
     assert run.decode_steps_s == [1.0]
     assert run.speed == Speed(decode=3 / 3.0, whole=6 / 12)
 
@@ -160,9 +158,7 @@ def test_the_plot_shows_each_sweep(tmp_path: Path) -> None:
         "step_ms": figure,
         "floor_ms": 1.5,
     }
-    rows = [base | {"sweep": "batch", "batch": n} for n in (1, 2)] + [
-        base | {"sweep": "servers", "servers": 4}
-    ]
+    rows = [base | {"sweep": "batch", "batch": n} for n in (1, 2)] + [base | {"sweep": "servers", "servers": 4}]
     scaling_report.plot(rows, tmp_path / "plot.svg")
     text = (tmp_path / "plot.svg").read_text()
     assert "batch size" in text and "expert servers" in text and "context, tokens" not in text

@@ -20,9 +20,7 @@ pytestmark = pytest.mark.alone
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    model = make_model(
-        "tiny", "qwen3_moe", tmp_path_factory.mktemp("model") / "tiny", seed=1, dtype="bfloat16"
-    )
+    model = make_model("tiny", "qwen3_moe", tmp_path_factory.mktemp("model") / "tiny", seed=1, dtype="bfloat16")
     return ["--model", str(model), "--experts", "3", "--attention", "1", "--streams", "4", "--tokens", "32"]
 
 
@@ -70,9 +68,7 @@ def test_each_kill_has_its_stalls(small: list[str], tmp_path: Path) -> None:
 
 
 @pytest.mark.full(seconds=15)
-def test_a_soak_checks_everything_and_leaves_its_plan_only_when_it_fails(
-    small: list[str], tmp_path: Path
-) -> None:
+def test_a_soak_checks_everything_and_leaves_its_plan_only_when_it_fails(small: list[str], tmp_path: Path) -> None:
     soak.main([*small, "--minutes", "0.1", "--results", str(tmp_path)])
     row = line(tmp_path, "soak")
     assert clean(row) and not row["amiss"], row
@@ -175,13 +171,11 @@ def test_what_a_client_saw_is_put_to_the_fault_before_its_end() -> None:
     bad = StreamRecord(prompt=0, planned_s=2.5, sent_s=2.5, ended_s=3.5, error="closed: gone")
     points = fault_points.by_point(Calm(), hits, [bad, good])  # pyright: ignore[reportArgumentType]
     assert (
-        points[injections[0].point] | {"failed": 0, "kill": 1, "worst_kill_ms": 1100.0}
-        == points[injections[0].point]
+        points[injections[0].point] | {"failed": 0, "kill": 1, "worst_kill_ms": 1100.0} == points[injections[0].point]
     )
     # It was sent before the injection and never answered: a second of waiting.
     assert (
-        points[injections[1].point] | {"failed": 1, "kill": 1, "worst_kill_ms": 1000.0}
-        == points[injections[1].point]
+        points[injections[1].point] | {"failed": 1, "kill": 1, "worst_kill_ms": 1000.0} == points[injections[1].point]
     )
     (table,) = readme.fault_points_table(
         [

@@ -30,9 +30,7 @@ def test_the_line_below_the_picture_says_what_clients_saw() -> None:
 
 def test_the_picture_is_sound_and_shows_both_runs_and_the_fault() -> None:
     drawn = ET.fromstring(kill.picture(kill.result_of(REPORT, 4)))
-    paths = {
-        found.get("class"): found.get("d", "") for found in drawn.iter("{http://www.w3.org/2000/svg}path")
-    }
+    paths = {found.get("class"): found.get("d", "") for found in drawn.iter("{http://www.w3.org/2000/svg}path")}
     # Of eight half seconds four points, all alike: the mean of a second is 200 in both runs.
     assert paths["run"] == paths["calm"] and paths["run"].count("L") == 3
     assert any(found.text == "kill <expert>" for found in drawn.iter("{http://www.w3.org/2000/svg}text"))

@@ -71,10 +71,7 @@ def test_polling_processes_without_a_core_each_are_skipped_with_what_they_need(
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0})
     options = ["--what", "latency", "--topology", "1to1", "--transports", "shm,shm-parked"]
     p2p.main([*BRIEF, *options, "--results", str(tmp_path)])
-    assert (
-        "shm, 2 processes: skipped, 2 polling processes need as many cores, found 1"
-        in capsys.readouterr().err
-    )
+    assert "shm, 2 processes: skipped, 2 polling processes need as many cores, found 1" in capsys.readouterr().err
     assert all(set(row["transports"]) == {"shm-parked"} for row in lines(tmp_path))
 
 

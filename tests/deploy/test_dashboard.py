@@ -49,9 +49,7 @@ def test_every_expression_is_promql(tmp_path: Path) -> None:
     ]
     path = tmp_path / "rules.yaml"
     path.write_text(yaml.safe_dump({"groups": [{"name": "dashboard", "rules": rules}]}))
-    done = subprocess.run(
-        ["promtool", "check", "rules", str(path)], capture_output=True, text=True, timeout=60
-    )
+    done = subprocess.run(["promtool", "check", "rules", str(path)], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

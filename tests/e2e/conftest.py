@@ -66,11 +66,7 @@ def cluster(shared: LocalCluster) -> LocalCluster:
         state = fetch_status(shared.url)
         pools = [member["pool"] for member in state["members"] if member["state"] == "serving"]
         sizes = {"expert": EXPERTS, "attention": 1, "gateway": 1, "router": 1}
-        return (
-            Counter(pools) == sizes
-            and len(state["members"]) == len(pools)
-            and state["replicas_min"] >= REPLICAS
-        )
+        return Counter(pools) == sizes and len(state["members"]) == len(pools) and state["replicas_min"] >= REPLICAS
 
     wait_for("a whole cluster", whole, shared)
     return shared

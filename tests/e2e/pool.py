@@ -25,7 +25,7 @@ from experts.devices import Device
 from experts.formats import experts_dtype
 from experts.kernels import numerics_class
 from experts.model import Dtype, ExpertShape
-from p2p import ShmEndpoint
+from p2p.local import ShmEndpoint
 from router.client import RouterClient
 from router.view import Member
 from tests.e2e.waiting import LIMIT_S
@@ -206,9 +206,7 @@ class Pool:
                 and serving <= set(self.client.attached)
             ):
                 return
-            assert time.monotonic() < end_s, (
-                f"not whole after {timeout_s} s: {serving}, {self.replicas_min()} replicas"
-            )
+            assert time.monotonic() < end_s, f"not whole after {timeout_s} s: {serving}, {self.replicas_min()} replicas"
             time.sleep(0.01)
 
     def close(self) -> None:

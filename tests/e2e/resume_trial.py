@@ -99,9 +99,7 @@ def requests(draw: random.Random, count: int) -> list[Asked]:
             form = {"type": "json_schema", "json_schema": {"name": "it", "schema": SCHEMA}}
             some.append(("/v1/chat/completions", {**chat, "response_format": form}))
         elif turn == 6:
-            some.append(
-                ("/v1/completions", {**warm, "prompt": text, "stop": ["e ", "th"], "max_tokens": 400, "n": 3})
-            )
+            some.append(("/v1/completions", {**warm, "prompt": text, "stop": ["e ", "th"], "max_tokens": 400, "n": 3}))
         else:
             some.extend(drawn(draw.randrange(1 << 62))[:1])
             # Without one the gateway draws it, and the id of an event must bring it along.
@@ -225,9 +223,7 @@ def by_few_lines(url: str, seen: Seen, tell: Tell) -> None:
         while True:
             headers = {"last-event-id": last_id} if last_id else {}
             try:
-                with client.stream(
-                    "POST", url + seen.asked[0], json=seen.asked[1], headers=headers
-                ) as response:
+                with client.stream("POST", url + seen.asked[0], json=seen.asked[1], headers=headers) as response:
                     raised(response)
                     event, event_id = b"", last_id
                     for line in response.iter_lines():
@@ -412,10 +408,7 @@ def run(cluster: LocalCluster, seed: int, *, streams: int, kills: int, most_s: f
     asked = requests(draw, streams)
     with ThreadPoolExecutor(AT_ONCE) as pool:
         greedy = {n for n, (_, body) in enumerate(asked) if body.get("temperature", 1.0) == 0}
-        begun = {
-            n: pool.submit(stream, cluster.url, client_of(n, asked[n][0]), asked[n], lambda: None)
-            for n in greedy
-        }
+        begun = {n: pool.submit(stream, cluster.url, client_of(n, asked[n][0]), asked[n], lambda: None) for n in greedy}
         calm = {n: future.result() for n, future in begun.items()}
         seen: dict[int, Seen] = {}
         with Killer(cluster, draw, kills, most_s, seen) as killer:
@@ -436,9 +429,7 @@ def run(cluster: LocalCluster, seed: int, *, streams: int, kills: int, most_s: f
         until_s = time.monotonic() + LIMIT_S
         while len(gateways(cluster)) < cluster.config.gateways and time.monotonic() < until_s:
             time.sleep(0.1)
-        verdicts = pool.map(
-            lambda pair: judged(cluster.url, pair[1], calm.get(pair[0] % streams)), seen.items()
-        )
+        verdicts = pool.map(lambda pair: judged(cluster.url, pair[1], calm.get(pair[0] % streams)), seen.items())
         wrong = [verdict for verdict in verdicts if verdict]
     return Trial(kills=killer.done, streams=[*seen.values()], wrong=wrong)
 
@@ -461,9 +452,7 @@ def judged(url: str, seen: Seen, calm: Seen | None = None) -> str:
 
 def main() -> None:
     """The command."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, default=200)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=time.time_ns())
@@ -472,9 +461,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "tiny"
         make_model("tiny", "qwen3_moe", model, seed=1, dtype="bfloat16")
-        config = ClusterConfig(
-            model=model, served_model_name="tiny", experts=2, port=0, gateways=2, cores=(0, 1)
-        )
+        config = ClusterConfig(model=model, served_model_name="tiny", experts=2, port=0, gateways=2, cores=(0, 1))
         with LocalCluster(config, on_event=lambda text: None) as cluster:
             trial = run(cluster, options.seed, streams=options.streams, kills=options.kills)
     print(table(trial))

@@ -94,9 +94,7 @@ def closed_cluster(tiny: Path) -> Iterator[Cluster]:
 def begun(cluster: Cluster, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
     """`eaas chaos ARGUMENTS --json`, once its first fault has begun."""
     command = [*EAAS, "chaos", *arguments, "--json", "--url", cluster.url]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
-    )
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
     try:
         assert process.stdout is not None and process.stderr is not None
         line = process.stdout.readline()
@@ -120,9 +118,7 @@ def stopped(pid: int) -> bool:
 
 
 @pytest.mark.full(seconds=15)
-def test_a_dry_run_says_what_the_seed_chooses_and_does_nothing(
-    closed_cluster: Cluster, tmp_path: Path
-) -> None:
+def test_a_dry_run_says_what_the_seed_chooses_and_does_nothing(closed_cluster: Cluster, tmp_path: Path) -> None:
     before = closed_cluster.members()
     chosen = set()
     for seed in range(6):
@@ -137,9 +133,7 @@ def test_a_dry_run_says_what_the_seed_chooses_and_does_nothing(
     plan = tmp_path / "plan.toml"
     plan.write_text('[[fault]]\nat = "20s"\nkind = "freeze"\npool = "expert"\nmode = "all"\nfor = "1m"')
     done = closed_cluster.chaos("run", str(plan), "--dry-run")
-    assert re.fullmatch(r" +20\.0 s  would freeze expert/\d+, expert/\d+ for 60 s\n", done.stdout), (
-        done.stdout
-    )
+    assert re.fullmatch(r" +20\.0 s  would freeze expert/\d+, expert/\d+ for 60 s\n", done.stdout), done.stdout
     unknown = closed_cluster.chaos("kill", "--target", "expert/99", "--dry-run")
     assert unknown.returncode == 1 and "No member 'expert/99'" in unknown.stdout
     assert closed_cluster.members() == before
@@ -229,9 +223,7 @@ def test_the_rest_is_refused_without_allow_chaos(closed_cluster: Cluster) -> Non
     assert name in serving(closed_cluster.url)
 
 
-def test_a_plan_is_carried_out_at_its_times_and_ctrl_c_reverts_the_rest(
-    open_cluster: Cluster, tmp_path: Path
-) -> None:
+def test_a_plan_is_carried_out_at_its_times_and_ctrl_c_reverts_the_rest(open_cluster: Cluster, tmp_path: Path) -> None:
     slow, other = open_cluster.whole()
     path = tmp_path / "plan.toml"
     path.write_text(f"""

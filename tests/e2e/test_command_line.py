@@ -31,9 +31,7 @@ START_S = 60
 
 def run(*arguments: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "COLUMNS": "300", "NO_COLOR": "1"}
-    return subprocess.run(
-        [*EAAS, *arguments], capture_output=True, text=True, timeout=timeout_s, env=environment
-    )
+    return subprocess.run([*EAAS, *arguments], capture_output=True, text=True, timeout=timeout_s, env=environment)
 
 
 def folders_of(pid: int) -> list[Path]:
@@ -80,9 +78,7 @@ def served(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 
 @pytest.mark.full(seconds=8)
-def test_without_expert_servers_the_hint_is_a_command_that_works_as_it_stands(
-    tiny: Path, tmp_path: Path
-) -> None:
+def test_without_expert_servers_the_hint_is_a_command_that_works_as_it_stands(tiny: Path, tmp_path: Path) -> None:
     certs = str(tmp_path / "certs")
     make_certs(Path(certs))
     with served(str(tiny), "--experts", "0", "--tls-dir", certs) as (process, _):
@@ -194,11 +190,7 @@ def test_a_state_folder_that_is_removed_is_made_again_and_no_other_launcher_take
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
 
         def said() -> str:
-            return (
-                client.completions.create(model="tiny", prompt="a b c", max_tokens=8, temperature=0)
-                .choices[0]
-                .text
-            )
+            return client.completions.create(model="tiny", prompt="a b c", max_tokens=8, temperature=0).choices[0].text
 
         def serving() -> set[int]:
             members = fetch_status(url)["members"]
@@ -240,13 +232,9 @@ def serving(url: str) -> set[str]:
 
 @pytest.mark.full(seconds=1.5)
 @pytest.mark.parametrize("module", ["router", "experts", "eaas.worker", "eaas.gateway"])
-def test_a_process_whose_launcher_has_ended_already_does_not_start(
-    tiny: Path, module: str, tmp_path: Path
-) -> None:
+def test_a_process_whose_launcher_has_ended_already_does_not_start(tiny: Path, module: str, tmp_path: Path) -> None:
     needed = (
-        ["--journal", str(tmp_path / "j")]
-        if module == "router"
-        else ["--router", "127.0.0.1:9", "--model", str(tiny)]
+        ["--journal", str(tmp_path / "j")] if module == "router" else ["--router", "127.0.0.1:9", "--model", str(tiny)]
     )
     # Pid 1 is nobody's launcher here: as if it had ended and another process had become the parent.
     done = subprocess.run(

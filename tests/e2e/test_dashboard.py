@@ -234,9 +234,7 @@ def test_the_page_is_driven_by_keys_alone(watched: LocalCluster, page: chromium.
             page.press("ArrowRight", 39)
             page.press("ArrowDown", 40)
             second = page.run("sorted(board.heat.servers)[1].name")
-            assert page.run("document.getElementById('detail').textContent").startswith(
-                f"{second}, layer 1: "
-            )
+            assert page.run("document.getElementById('detail').textContent").startswith(f"{second}, layer 1: ")
             for _ in range(columns + 3):
                 page.press("ArrowRight", 39)
             last = page.run("sorted(board.heat.servers).at(-1).name")
@@ -262,9 +260,7 @@ def test_the_page_is_driven_by_keys_alone(watched: LocalCluster, page: chromium.
 
 
 @needs_browser
-def test_the_page_says_that_it_has_no_news_and_comes_back_by_itself(
-    watched: LocalCluster, page: chromium.Page
-) -> None:
+def test_the_page_says_that_it_has_no_news_and_comes_back_by_itself(watched: LocalCluster, page: chromium.Page) -> None:
     page.open(f"{watched.url}/dashboard")
     page.until("board !== null && !trouble")
     name = page.run("document.getElementById('gateway-title').textContent")

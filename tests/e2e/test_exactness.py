@@ -80,9 +80,7 @@ def test_prefix_reuse_changes_nothing(tiny: Path, pool: Pool, alone: Logits, reu
     second = driver.run(prompts(), NEW_TOKENS)
     assert not different(first, alone)
     assert not different(second, alone)
-    assert (driver.steps < rows_first) is reuse, (
-        "the second run must be shorter exactly when prefixes are reused"
-    )
+    assert (driver.steps < rows_first) is reuse, "the second run must be shorter exactly when prefixes are reused"
     driver.close()
 
 

@@ -56,16 +56,12 @@ def strike(cluster: LocalCluster, pool: str, number: signal.Signals, seed: int) 
     return stream_all(cluster.url, "tiny", PROMPTS, TOKENS, on_token), victim
 
 
-@pytest.mark.parametrize(
-    "seed", [0, *(pytest.param(seed, marks=pytest.mark.full(seconds=5)) for seed in (1, 2))]
-)
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full(seconds=5)) for seed in (1, 2))])
 def test_killing_an_expert_server_changes_nothing(cluster: LocalCluster, calm: list[Seen], seed: int) -> None:
     wait_for("a whole pool", lambda: whole_pool(cluster), cluster)
     struck, victim = strike(cluster, "expert", signal.SIGKILL, seed)
     assert_whole(struck)
-    assert [one.texts for one in struck] == [one.texts for one in calm], (
-        f"seed {seed}: {victim} killed, tokens changed"
-    )
+    assert [one.texts for one in struck] == [one.texts for one in calm], f"seed {seed}: {victim} killed, tokens changed"
     wait_for("4 serving members with 2 replicas of every expert", lambda: whole_pool(cluster), cluster)
     assert victim not in {m["name"] for m in fetch_status(cluster.url)["members"] if m["state"] == "serving"}
 

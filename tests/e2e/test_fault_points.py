@@ -22,9 +22,7 @@ SEED = int(os.environ.get("EAAS_SEED", datetime.date.today().toordinal()))
 
 @pytest.mark.timeout(600)
 def test_kills_and_freezes_at_named_points_change_nothing(tiny: Path) -> None:
-    chosen = options("", streams=3, seconds=0).parse_args(
-        ["--model", str(tiny), "--tokens", "48", "--seed", str(SEED)]
-    )
+    chosen = options("", streams=3, seconds=0).parse_args(["--model", str(tiny), "--tokens", "48", "--seed", str(SEED)])
     with fault_experiment(chosen, allow_chaos=True) as experiment:
         with experiment.streams.running():
             # The first turn is by kills one day and by freezes the next, as it may be the only one.

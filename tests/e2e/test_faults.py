@@ -23,9 +23,7 @@ from tests.e2e.clients import Seen, stream_all
 CLIENTS, TOKENS = 8, 32
 PROMPTS = [f"{'word ' * (number % 7)}client {number} asks" for number in range(CLIENTS)]
 # Those that are passed by a server that is whole and stays so.
-PASSED = [
-    point for point in (*SERVER_POINTS, *CLIENT_POINTS) if point not in ("weights-loaded", "client-attached")
-]
+PASSED = [point for point in (*SERVER_POINTS, *CLIENT_POINTS) if point not in ("weights-loaded", "client-attached")]
 
 FEW = ("reply-half-written", "step-after-tokens")
 
@@ -96,9 +94,7 @@ def is_whole(router: RouterClient) -> bool:
         (pools.count("expert"), pools.count("attention"), pools.count("gateway")) == (3, 2, 1)
         and len(view.members) == 6
         and all(
-            len(view.replicas(layer, expert)) >= 2
-            for layer in range(view.layers)
-            for expert in range(view.experts)
+            len(view.replicas(layer, expert)) >= 2 for layer in range(view.layers) for expert in range(view.experts)
         )
     )
 
@@ -241,9 +237,7 @@ def test_a_server_that_answers_wrongly_is_replaced_and_none_of_it_is_seen(
         until("a whole cluster", lambda: is_whole(router))
         with streaming(cluster, calm) as wrong:
             name = first(router, "expert")
-            router.inject(
-                [name], Fault(id=f"wrong-{where}", kind="corrupt", where=where, share=1.0, for_s=20.0)
-            )
+            router.inject([name], Fault(id=f"wrong-{where}", kind="corrupt", where=where, share=1.0, for_s=20.0))
             until("its end as a member", lambda: view_of(router).member(name) is None, 15)
             assert not wrong
             reasons = [gone.reason for gone in router.status().gone if gone.name == name]
@@ -273,9 +267,7 @@ def test_a_server_cut_off_works_again_though_the_router_died_meanwhile(
     router.inject([name], Fault(id="cut", kind="partition", for_s=4.0))
     until("its silence", lambda: load_of(router, name).get("faults") == 1, 3)
     os.kill(cluster.pids()["router/0"], signal.SIGKILL)
-    until(
-        "its rows", lambda: not (load := load_of(router, name)).get("faults") and load.get("rows_per_s"), 30
-    )
+    until("its rows", lambda: not (load := load_of(router, name)).get("faults") and load.get("rows_per_s"), 30)
 
 
 def test_a_kill_and_a_freeze_at_once_need_no_pid(
@@ -292,9 +284,7 @@ def test_a_kill_and_a_freeze_at_once_need_no_pid(
 
 
 @pytest.mark.full(seconds=3)
-def test_a_freeze_that_is_cleared_before_it_strikes_never_does(
-    router: RouterClient, steady: list[str]
-) -> None:
+def test_a_freeze_that_is_cleared_before_it_strikes_never_does(router: RouterClient, steady: list[str]) -> None:
     until("a whole cluster", lambda: is_whole(router))
     name = first(router, "expert")
     pid = pid_of(router, name)
@@ -316,9 +306,7 @@ def test_a_freeze_that_is_cleared_before_it_strikes_never_does(
 
 @pytest.mark.full(seconds=4)
 @pytest.mark.parametrize("point", ["weights-loaded", "client-attached"])
-def test_a_server_killed_while_its_work_grows_is_replaced(
-    router: RouterClient, steady: list[str], point: str
-) -> None:
+def test_a_server_killed_while_its_work_grows_is_replaced(router: RouterClient, steady: list[str], point: str) -> None:
     until("a whole cluster", lambda: is_whole(router))
     name = first(router, "expert")
     pid = pid_of(router, name)

@@ -17,15 +17,11 @@ ROUNDS = 6
 def test_every_feature_answers_as_in_calm_while_faults_are_injected(tmp_path: Path) -> None:
     seed = time.time_ns() // 1_000_000
     arguments = ["--experts", "3", "--seed", str(seed), "--results", str(tmp_path)]
-    with fault_experiment(
-        options(None, streams=2, seconds=0).parse_args(arguments), allow_chaos=True
-    ) as experiment:
+    with fault_experiment(options(None, streams=2, seconds=0).parse_args(arguments), allow_chaos=True) as experiment:
         found = rounds(experiment, seed, ROUNDS)
     assert not found["differed"], f"python -m benchmarks.features --rounds {ROUNDS} --seed {seed}"
     assert set(found["statuses"]) == {"200"}, f"seed {seed}: {found['statuses']}"
-    assert any(outcome.endswith("done") for outcome in found["outcomes"]), (
-        f"seed {seed}: no fault was injected"
-    )
+    assert any(outcome.endswith("done") for outcome in found["outcomes"]), f"seed {seed}: no fault was injected"
 
 
 def test_the_requests_are_of_every_kind() -> None:

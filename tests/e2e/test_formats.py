@@ -72,9 +72,7 @@ def test_logits_are_those_of_transformers_on_the_weights_that_the_library_reads(
     # Those of single experts; tests/experts/test_tensors.py has the fused ones.
     for layer in range(shape.layers if shape.family.prefix else 0):
         tensors = expert_tensors(checkpoint, shape, layer, layer)
-        for name, found in zip(
-            shape.names(layer, layer), (tensors.gate, tensors.up, tensors.down), strict=True
-        ):
+        for name, found in zip(shape.names(layer, layer), (tensors.gate, tensors.up, tensors.down), strict=True):
             plain = found.dequantized() if isinstance(found, Quantized) else found
             assert np.array_equal(plain, model.wanted[name].numpy()), (arch, method, name)
     asked = random_prompts(512, seed=7)

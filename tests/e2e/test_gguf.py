@@ -24,9 +24,7 @@ def some(families: Iterable[str], *first: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("arch", some(FAMILIES, "mixtral"))
-def test_float32_logits_equal_those_of_transformers_on_the_dequantized_weights(
-    arch: str, tmp_path: Path
-) -> None:
+def test_float32_logits_equal_those_of_transformers_on_the_dequantized_weights(arch: str, tmp_path: Path) -> None:
     seed = int(np.random.default_rng().integers(1 << 31))
     folder, plain = model(tmp_path, arch, seed=seed)
     prompts = random_prompts(512, seed)
@@ -44,9 +42,7 @@ def test_float32_logits_equal_those_of_transformers_on_the_same_file(
     # It asks for accelerate before it reads such a file, and then does without.
     monkeypatch.setattr(modeling_utils, "is_accelerate_available", lambda: True)
     seed = int(np.random.default_rng().integers(1 << 31))
-    folder, _ = model(
-        tmp_path, arch, seed=seed, kind=lambda name: Kind.Q8_0 if "token_embd" in name else mixed(name)
-    )
+    folder, _ = model(tmp_path, arch, seed=seed, kind=lambda name: Kind.Q8_0 if "token_embd" in name else mixed(name))
     prompts = random_prompts(512, seed)
     ours = np.concatenate(served(folder, prompts, "float32"))
     peer = AutoModelForCausalLM.from_pretrained(

@@ -73,9 +73,7 @@ def test_one_of_two_attention_workers_hangs_idle_and_is_replaced(calm: Calm) -> 
     router = RouterClient(calm.cluster.router_address)
     try:
         router.scale("attention", 2)
-        wait_for(
-            "two workers", lambda: list(_members(calm, "attention").values()) == ["serving"] * 2, calm.cluster
-        )
+        wait_for("two workers", lambda: list(_members(calm, "attention").values()) == ["serving"] * 2, calm.cluster)
         name = next(iter(_members(calm, "attention")))
         try:
             with hanging(calm.cluster.pids()[name]):
@@ -125,9 +123,7 @@ def test_the_only_attention_worker_is_not_fenced_for_its_silence_while_its_token
     router.start(on_view=lambda view: seen.append({m.name: m.state for m in view.pool("attention")}))
     try:
         router.scale("attention", 1)
-        wait_for(
-            "one worker", lambda: list(_members(calm, "attention").values()) == ["serving"], calm.cluster
-        )
+        wait_for("one worker", lambda: list(_members(calm, "attention").values()) == ["serving"], calm.cluster)
         (name,) = _members(calm, "attention")
         (tid,) = threads(calm.cluster.pids()[name], LEASE_THREAD)
         seen.clear()

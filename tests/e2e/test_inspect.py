@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
 import threading
 import time
@@ -68,9 +70,7 @@ def ask(cluster: LocalCluster, name: str = "", **fields: Any) -> dict[str, Any]:
     return reply.json()
 
 
-def test_a_worker_killed_meanwhile_changes_no_token_and_what_came_is_right(
-    cluster: LocalCluster, seen: Path
-) -> None:
+def test_a_worker_killed_meanwhile_changes_no_token_and_what_came_is_right(cluster: LocalCluster, seen: Path) -> None:
     calm = ask(cluster, max_tokens=1200, temperature=0)["choices"][0]
     state = begin(cluster, taps=["layers.*.residual", "final_norm", "logits"], ring_bytes=1 << 28)
     found: list[dict[str, Any]] = []
@@ -161,22 +161,64 @@ def test_the_command_line_says_the_same(cluster: LocalCluster, seen: Path, tmp_p
     assert refused.exit_code == 1 and "is no tap" in refused.output
 
 
+def test_what_was_recorded_is_read_back_as_the_page_says(
+    cluster: LocalCluster, seen: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("pyarrow", reason="needs pyarrow, found none: pip install 'eaas[arrow]'")
+    page = (Path(__file__).parents[2] / "docs" / "inspect.md").read_text()
+    codes = re.findall("^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    for sink, code in zip(("safetensors", "npy", "arrow"), codes, strict=True):
+        state = begin(cluster, taps=["final_norm"], sink=sink)
+        by_header = ask(cluster, "my-request", max_tokens=3)["id"]
+        assert ask(cluster, request_id="my-request", max_tokens=3)["id"] == "cmpl-my-request"
+        end(cluster)
+        exec(code.replace("seen/inspect-1a2b3c4d", str(seen / state["id"])), {})
+        names = {line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith("cmpl-")}
+        assert {name.rpartition("-")[0].rpartition("-")[0] for name in names} == {by_header, "cmpl-my-request"}, names
+        assert all(re.fullmatch("cmpl-.*-[0-9a-f]{8}-0", name) for name in names), names
+
+
+def one_of_each(**more: Any) -> ClusterConfig:
+    """A cluster of the demonstration model with an expert server and an attention worker."""
+    sizes: dict[str, Any] = {"experts": 1, "attention": 1, "replicas": 1, "port": 0, "cores": (0, 1)}
+    return ClusterConfig(model=resolve_model("demo"), served_model_name="demo", **sizes, **more)
+
+
+def test_of_two_gateways_at_one_address_that_is_asked_which_has_the_inspection(tmp_path: Path) -> None:
+    config = one_of_each(gateways=2, inspect_folder=tmp_path)
+    with LocalCluster(config) as running:
+
+        def inspect(*verb: str) -> dict[str, Any]:
+            said = CliRunner().invoke(app, ["inspect", *verb, "--url", running.url, "--json"])
+            assert said.exit_code == 0, said.output
+            return json.loads(said.output)
+
+        end_s = time.monotonic() + 20
+        # One after another, so that both say so.
+        while [httpx.get(f"{running.url}/health").status_code for _ in range(12)] != [200] * 12:
+            assert time.monotonic() < end_s, "both serve"
+        before = ""
+        # Of several, so that some come to each.
+        for _ in range(8):
+            id = inspect("start", "--tap", "embed")["id"]
+            for verb in (["status"], ["status", id]):
+                shown = inspect(*verb)
+                assert (shown["id"], shown["under_way"]) == (id, True), f"{verb}, before it {before}"
+            ended = inspect("stop") if before else inspect("stop", id)
+            assert (ended["id"], ended["under_way"]) == (id, False)
+            assert inspect("status")["id"] == id
+            before = id
+        nobody = CliRunner().invoke(app, ["inspect", "stop", "inspect-0", "--url", running.url])
+        assert nobody.exit_code == 1 and "no inspection inspect-0" in nobody.output
+
+
 def test_it_is_off_by_default_and_for_operators_alone(tmp_path: Path) -> None:
     keys, user, operator = tmp_path / "keys", new_key(), new_key()
     entries = [
         Key(name="user", sha256=digest_of(user)), Key(name="boss", sha256=digest_of(operator), operator=True)
     ]  # fmt: skip
     write_keys(keys, entries)
-    config = ClusterConfig(
-        model=resolve_model("demo"),
-        served_model_name="demo",
-        experts=1,
-        attention=1,
-        replicas=1,
-        port=0,
-        cores=(0, 1),
-        keys_file=keys,
-    )
+    config = one_of_each(keys_file=keys)
     with LocalCluster(config) as running:
         url = f"{running.url}/admin/inspect"
         for method in ("POST", "GET", "DELETE"):

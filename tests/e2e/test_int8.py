@@ -29,9 +29,7 @@ def texts_of(url: str, prompts: list[str], **options: object) -> list[list[str]]
 def alone(tiny: Path) -> list[list[str]]:
     """Each prompt by itself, over one expert server."""
     with LocalCluster(
-        ClusterConfig(
-            model=tiny, served_model_name="tiny", experts=1, replicas=1, port=0, cores=(0, 1), dtype="int8"
-        )
+        ClusterConfig(model=tiny, served_model_name="tiny", experts=1, replicas=1, port=0, cores=(0, 1), dtype="int8")
     ) as one:
         return [texts_of(one.url, [prompt])[0] for prompt in PROMPTS]
 

@@ -79,9 +79,7 @@ class Listener(threading.Thread):
             pending = b""
             try:
                 params = {"stream": "true", **after}
-                with httpx.stream(
-                    "GET", f"{self.url}/v1/responses/{self.id}", params=params, timeout=20
-                ) as reply:
+                with httpx.stream("GET", f"{self.url}/v1/responses/{self.id}", params=params, timeout=20) as reply:
                     for chunk in reply.iter_bytes() if reply.status_code == 200 else ():
                         *whole, pending = (pending + chunk).split(b"\n\n")
                         self.events += [event + b"\n\n" for event in whole]
@@ -129,9 +127,7 @@ def test_jobs_whose_gateways_workers_and_servers_are_killed_end_once_as_they_wou
     rng = random.Random(seed)
     client, until_s = client_of(cluster.url), time.monotonic() + 180
     calm = calm_texts(client)
-    sent = [
-        again(lambda n=n: client.responses.create(**asked(n), background=True), until_s) for n in range(JOBS)
-    ]
+    sent = [again(lambda n=n: client.responses.create(**asked(n), background=True), until_s) for n in range(JOBS)]
     listeners = [Listener(cluster.url, one.id, until_s) for one in sent[:4]]
     for listener in listeners:
         listener.start()
@@ -150,9 +146,7 @@ def test_jobs_whose_gateways_workers_and_servers_are_killed_end_once_as_they_wou
         listener.join(60)
         with httpx.Client(timeout=20) as plain:
             whole = again(
-                lambda id=listener.id: (
-                    plain.get(f"{cluster.url}/v1/responses/{id}", params={"stream": "true"}).content
-                ),
+                lambda id=listener.id: plain.get(f"{cluster.url}/v1/responses/{id}", params={"stream": "true"}).content,
                 until_s,
             )
         assert b"".join(listener.events) == whole, f"{what}: {listener.cuts} cuts"
@@ -178,9 +172,7 @@ def kept_at(store: str, folder: Path) -> Iterator[tuple[str, Callable[[], None]]
 
 @pytest.mark.full(seconds=60)
 @pytest.mark.parametrize("store", ["sqlite", "etcd"])
-def test_jobs_outlive_all_processes_of_their_cluster_killed_at_once(
-    tiny: Path, tmp_path: Path, store: str
-) -> None:
+def test_jobs_outlive_all_processes_of_their_cluster_killed_at_once(tiny: Path, tmp_path: Path, store: str) -> None:
     seed = time.time_ns()
     rng = random.Random(seed)
     with kept_at(store, tmp_path) as (where, strike):
@@ -210,9 +202,7 @@ def test_jobs_outlive_all_processes_of_their_cluster_killed_at_once(
             check(calm, ended(url, ids), f"seed {seed}, {left} had not ended")
             ends = ends_of(where, ids)
             whole = httpx.get(f"{url}/v1/responses/{ids[-1]}", params={"stream": "true"}).content
-            assert whole.startswith(b"".join(heard.events)), (
-                f"seed {seed}: what was heard before is another's"
-            )
+            assert whole.startswith(b"".join(heard.events)), f"seed {seed}: what was heard before is another's"
             assert heard.events and left
             # Whoever was late with the same job changed nothing.
             time.sleep(2)

@@ -65,9 +65,7 @@ class Autoscaler:
 
     def _turn(self, now_s: float) -> None:
         (spec,) = self._client.ask("GetMetricSpec", self._ref)["reply"]["metricSpecs"]
-        said = self._client.ask(
-            "GetMetrics", {"scaledObjectRef": self._ref, "metricName": spec["metricName"]}
-        )
+        said = self._client.ask("GetMetrics", {"scaledObjectRef": self._ref, "metricName": spec["metricName"]})
         if said.get("code") == "UNAVAILABLE":
             return  # Nobody tells the metric yet: an autoscaler leaves the size as it is.
         (value,) = said["reply"]["metricValues"]

@@ -37,9 +37,7 @@ def test_streams_cancelled_and_read_slowly_leave_no_block_slot_or_descriptor(tin
 
         # A gateway that is killed takes nothing of its workers with it.
         gateway = next(name for name in cluster.pids() if name.startswith("gateway/"))
-        ended = threading.Thread(
-            target=wave, args=(cluster.url,), kwargs={**sizes, "seed": SEED, "tokens": 800}
-        )
+        ended = threading.Thread(target=wave, args=(cluster.url,), kwargs={**sizes, "seed": SEED, "tokens": 800})
         ended.start()
         wait_for("streams", lambda: sum(f.get("running", 0) for f in _loads(cluster)) > 5, cluster)
         os.kill(cluster.pids()[gateway], signal.SIGKILL)

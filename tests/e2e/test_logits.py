@@ -107,9 +107,7 @@ class Watched:
         real = EXPERT_CALL(self._experts.backend.call)
         top_k = ExpertShape.from_config(Checkpoint.open(model).config).top_k
 
-        def call(
-            state: int, pool: int, lane: int, layer: int, rows: int, n: int, ids: int, *rest: int
-        ) -> int:
+        def call(state: int, pool: int, lane: int, layer: int, rows: int, n: int, ids: int, *rest: int) -> int:
             asked = np.ctypeslib.as_array(ctypes.cast(ids, ctypes.POINTER(ctypes.c_uint16)), (n, top_k))
             self.chosen.setdefault(layer, []).append(np.sort(asked.astype(np.int64), axis=-1))
             return real(state, pool, lane, layer, rows, n, ids, *rest)
@@ -165,9 +163,7 @@ def test_bfloat16_errs_no_more_than_transformers(arch: str, tmp_path: Path) -> N
     ours, our_gates = bfloat16_run(model, prompts)
     our_flips = (our_gates != exact_gates).any(axis=(0, 2))
     their_flips = (their_gates != exact_gates).any(axis=(0, 2))
-    assert our_flips.sum() <= 1.1 * their_flips.sum() + 2, (
-        f"{arch}: {our_flips.sum()} against {their_flips.sum()}"
-    )
+    assert our_flips.sum() <= 1.1 * their_flips.sum() + 2, f"{arch}: {our_flips.sum()} against {their_flips.sum()}"
     clear = ~(our_flips | their_flips)
     assert clear.mean() > 0.5, f"{arch}: only {clear.mean():.0%} of positions have the exact experts in both"
 
@@ -176,7 +172,5 @@ def test_bfloat16_errs_no_more_than_transformers(arch: str, tmp_path: Path) -> N
 
     for name, figure in (("median", 50), ("p99", 99)):
         mine, other = np.percentile(errors(ours), figure), np.percentile(errors(theirs), figure)
-        print(
-            f"{arch} {name}: {mine:.5f} against {other:.5f}; apart {our_flips.mean():.2%}, {their_flips.mean():.2%}"
-        )
+        print(f"{arch} {name}: {mine:.5f} against {other:.5f}; apart {our_flips.mean():.2%}, {their_flips.mean():.2%}")
         assert mine <= 1.1 * other, f"{arch}, seeds 4-11: {name} error {mine:.4f}, transformers {other:.4f}"

@@ -34,9 +34,7 @@ def pages(cluster: LocalCluster) -> dict[str, Page]:
 def total(page: Page, name: str, **labels: str) -> float:
     """Sum of the samples with these labels."""
     return sum(
-        sample.value
-        for sample in page[name].samples
-        if sample.name == name and labels.items() <= sample.labels.items()
+        sample.value for sample in page[name].samples if sample.name == name and labels.items() <= sample.labels.items()
     )
 
 
@@ -71,9 +69,7 @@ def test_promtool_finds_nothing_wrong_with_either_page(cluster: LocalCluster) ->
     for address in (cluster.url, f"http://{cluster.admin_addresses[0]}"):
         with urllib.request.urlopen(f"{address}/metrics", timeout=5) as reply:
             page = reply.read()
-        said = subprocess.run(
-            ["promtool", "check", "metrics"], input=page, capture_output=True
-        ).stderr.decode()
+        said = subprocess.run(["promtool", "check", "metrics"], input=page, capture_output=True).stderr.decode()
         # Names of vLLM are what they are.
         assert [line for line in said.splitlines() if not line.startswith("vllm:")] == []
 
@@ -100,8 +96,7 @@ def test_what_vllm_counts_is_counted_alike(cluster: LocalCluster) -> None:
         ("e2e_request_latency_seconds", 2),
     ):
         samples = [
-            sum(s.value for s in page[f"vllm:{name}"].samples if s.name.endswith("_count"))
-            for page in (before, after)
+            sum(s.value for s in page[f"vllm:{name}"].samples if s.name.endswith("_count")) for page in (before, after)
         ]
         assert samples[1] - samples[0] == count, name
     (info,) = after["vllm:cache_config_info"].samples

@@ -60,9 +60,7 @@ def test_calls_that_must_be_made_are_made_and_their_arguments_are_of_the_schema(
         (call,) = choice.message.tool_calls or ()
         assert call.type == "function"
         arguments = json.loads(call.function.arguments)
-        assert set(arguments) == {"city", "days"} and arguments["days"] in (1, 2, 3), (
-            f"seed {seed}: {arguments}"
-        )
+        assert set(arguments) == {"city", "days"} and arguments["days"] in (1, 2, 3), f"seed {seed}: {arguments}"
 
 
 def test_a_streamed_call_is_the_whole_one(client: openai.OpenAI) -> None:
@@ -141,9 +139,7 @@ LITELLM = """
 
 def test_litellm_is_served(demo: LocalCluster) -> None:
     if importlib.util.find_spec("litellm") is None:
-        pytest.skip(
-            "needs litellm, found none: pip install litellm, in an environment of its own where it may be"
-        )
+        pytest.skip("needs litellm, found none: pip install litellm, in an environment of its own where it may be")
     code = f"URL = {demo.url!r}\n" + textwrap.dedent(LITELLM)
     done = subprocess.run(
         [sys.executable, "-c", code],

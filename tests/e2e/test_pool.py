@@ -41,9 +41,7 @@ CANARY = 7.0
 @pytest.fixture(scope="module")
 def cluster(tiny: Path) -> Iterator[LocalCluster]:
     """The experts of the tiny model, each on two servers."""
-    config = ClusterConfig(
-        model=tiny, served_model_name="pool", experts=2, replicas=2, attention=0, endpoint=False
-    )
+    config = ClusterConfig(model=tiny, served_model_name="pool", experts=2, replicas=2, attention=0, endpoint=False)
     with LocalCluster(config) as cluster:
         yield cluster
 
@@ -97,10 +95,11 @@ def test_a_server_describes_its_model_for_itself_alone_and_within_bounds(
     assert config_of(member, None)["architectures"] == ["Qwen3MoeForCausalLM"]
     with pytest.raises(AttachFailed, match=r"FAILED_PRECONDITION: incarnation 7 is asked for, this is"):
         config_of(replace(member, incarnation=7), None)
-    server: Any = SimpleNamespace(incarnation=1, _config=b"x" * (1 << 20), model_hash="ab")
+    model = SimpleNamespace(config=b"x" * (1 << 20), model_hash="ab")
+    server: Any = SimpleNamespace(incarnation=1, first=model, _models={"ab": model})
     request = experts_pb2.DescribeRequest(server_incarnation=1)
     assert len(ExpertServer.describe(server, request).config) == 1 << 20
-    server._config += b"x"
+    model.config += b"x"
     with pytest.raises(Refused, match=r"1048577 bytes; 1048576 are told. Name the shape"):
         ExpertServer.describe(server, request)
 
@@ -108,9 +107,7 @@ def test_a_server_describes_its_model_for_itself_alone_and_within_bounds(
         raise AttachFailed("expert/1 tells no configuration: UNIMPLEMENTED")
 
     monkeypatch.setattr(pools, "config_of", refusing)
-    with pytest.raises(
-        ConnectFailed, match="says what it serves: expert/1 tells no configuration: UNIMPLEMENTED"
-    ):
+    with pytest.raises(ConnectFailed, match="says what it serves: expert/1 tells no configuration: UNIMPLEMENTED"):
         connect(cluster.router_address, start_s=0.3)
 
 
@@ -125,9 +122,7 @@ def test_torch_and_numpy_give_the_same_bits_in_every_type_and_layout(pool: Pool)
         assert found.dtype is torch.bfloat16 and torch.equal(found, as_torch(rounded))
         found = pool.apply(0, torch.from_numpy(rows.floats), ids, weights.requires_grad_())
         assert found.dtype is torch.float32 and found.numpy().tobytes() == rows.out.tobytes()
-        assert (
-            pool.apply(0, rows.bits, rows.ids.astype(np.uint16), rows.weights).tobytes() == rounded.tobytes()
-        )
+        assert pool.apply(0, rows.bits, rows.ids.astype(np.uint16), rows.weights).tobytes() == rounded.tobytes()
         # Every other column of a wider array, and columns first.
         wide = np.repeat(rows.floats, 2, axis=1)[:, ::2]
         turned = torch.from_numpy(np.ascontiguousarray(rows.ids.T)).T
@@ -216,9 +211,7 @@ def test_what_is_not_the_models_is_refused_in_words(pool: Pool) -> None:
     wrong = rows.ids.copy()
     wrong[2, 1], wrong[3, 0] = shape.experts, -2
     last = shape.experts - 1
-    refused(
-        ShapeMismatch, rf"experts \[{shape.experts}, -2\]; each layer has experts 0 to {last}", topk_ids=wrong
-    )
+    refused(ShapeMismatch, rf"experts \[{shape.experts}, -2\]; each layer has experts 0 to {last}", topk_ids=wrong)
     refused(TypeError, "hidden is float64 on cpu", hidden=rows.floats.astype(np.float64))
     refused(TypeError, "hidden is float16 on cpu", hidden=torch.from_numpy(rows.floats).half())
     refused(TypeError, "hidden is list", hidden=rows.floats.tolist())
@@ -295,17 +288,13 @@ def test_a_fork_refuses_and_leaves_its_parent_a_member(cluster: LocalCluster) ->
         text = os.read(told, 4096).decode()
         os.close(told)
         assert os.waitpid(pid, 0)[1] == 0
-        assert re.search(rf"connected in process {os.getpid()}, .*{pid}, is a fork. Connect again", text), (
-            text
-        )
+        assert re.search(rf"connected in process {os.getpid()}, .*{pid}, is a fork. Connect again", text), text
         assert rows.apply().tobytes() == rows.out.tobytes()
         assert pool._idle[0] is session, "it did not have to join anew"
 
 
 def test_experts_that_are_lost_are_waited_for_until_the_deadline_and_out_stays(tiny: Path) -> None:
-    config = ClusterConfig(
-        model=tiny, served_model_name="pool", experts=1, replicas=1, attention=0, endpoint=False
-    )
+    config = ClusterConfig(model=tiny, served_model_name="pool", experts=1, replicas=1, attention=0, endpoint=False)
     with LocalCluster(config) as cluster, connect(cluster.router_address) as pool:
         rows = Rows(pool, 6)
         (server,) = (pid for name, pid in cluster.pids().items() if name.startswith("expert/"))
@@ -322,6 +311,22 @@ def test_experts_that_are_lost_are_waited_for_until_the_deadline_and_out_stays(t
         assert rows.apply(out=out).tobytes() == rows.out.tobytes()
 
 
+def test_a_model_that_sleeps_wakes_with_the_call_and_not_with_the_next_renewal(tiny: Path) -> None:
+    config = ClusterConfig(
+        model=tiny, served_model_name="pool", experts=1, replicas=1, attention=0, endpoint=False, lease_s=32.0,
+        sleep_after_s=0.5,
+    )  # fmt: skip
+    with LocalCluster(config) as cluster, connect(cluster.router_address) as pool:
+        rows, session = Rows(pool, 6), pool._idle[0]
+        wait_for("sleep", lambda: session.placement.asleep, cluster)
+        spoke_s = session.router._spoke_s
+        wait_for("a renewal that has just been sent", lambda: session.router._spoke_s != spoke_s, cluster)
+        began_s = time.monotonic()
+        assert rows.apply().tobytes() == rows.out.tobytes()
+        took_s = time.monotonic() - began_s
+        assert took_s < 2.0, f"renewed each 4 s, and it waited {took_s:.2f} s"
+
+
 @pytest.fixture
 def elsewhere(tmp_path: Path) -> Path:
     """A working directory with packages of these names, of somebody else."""
@@ -331,9 +336,7 @@ def elsewhere(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_page_s_example_runs_where_others_have_packages_of_these_names(
-    tiny: Path, elsewhere: Path
-) -> None:
+def test_the_page_s_example_runs_where_others_have_packages_of_these_names(tiny: Path, elsewhere: Path) -> None:
     page = (ROOT / "docs" / "pool.md").read_text()
     example = re.findall(r"```python\n(import sys.*?)```", page, re.DOTALL)[0]
     # The working directory comes first on the path of -m and -c, and here once more.
@@ -350,9 +353,7 @@ def test_the_page_s_example_runs_where_others_have_packages_of_these_names(
                 assert said[-1], "".join(said)
                 address = re.search(r'connect\("([\d.:]+)", model\)', said[-1])
             python = [sys.executable, "-c", example, address[1]]
-            done = subprocess.run(
-                python, cwd=elsewhere, env=paths, capture_output=True, text=True, timeout=120
-            )
+            done = subprocess.run(python, cwd=elsewhere, env=paths, capture_output=True, text=True, timeout=120)
         finally:
             process.send_signal(signal.SIGINT)
             process.wait(20)
@@ -376,9 +377,7 @@ def test_importing_it_is_cheap_and_brings_no_torch() -> None:
     for name, banned in (("eaas", "numpy p2p router experts grpc"), ("eaas.pool", "torch transformers")):
         code = f"import sys, {name}; print(*[m for m in '{banned}'.split() if m in sys.modules])"
         python = [sys.executable, "-c", code]
-        done = subprocess.run(
-            python, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
-        )
+        done = subprocess.run(python, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
         assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr + done.stdout
 
 

@@ -36,9 +36,7 @@ def complete(cluster: LocalCluster) -> str:
 
 
 def reached(watch: Prometheus, what: str, expression: str, value: float, cluster: LocalCluster) -> None:
-    wait_for(
-        f"{what}: {expression} = {value}\n{watch.words()}", lambda: watch.value(expression) == value, cluster
-    )
+    wait_for(f"{what}: {expression} = {value}\n{watch.words()}", lambda: watch.value(expression) == value, cluster)
 
 
 def test_the_alert_for_lost_experts_fires_and_clears_and_so_does_that_for_failing_starts(

@@ -32,9 +32,7 @@ def two(tiny: Path) -> Iterator[LocalCluster]:
         yield running
 
 
-@pytest.mark.parametrize(
-    ("streams", "kills"), [(12, 3), pytest.param(40, 8, marks=pytest.mark.full(seconds=60))]
-)
+@pytest.mark.parametrize(("streams", "kills"), [(12, 3), pytest.param(40, 8, marks=pytest.mark.full(seconds=60))])
 def test_gateways_are_killed_under_streams_of_every_kind_and_no_client_is_told(
     two: LocalCluster, streams: int, kills: int
 ) -> None:
@@ -101,6 +99,12 @@ def test_a_stream_whose_gateway_is_killed_costs_no_token_and_no_prompt_again(two
         running = {pid: client.get("/status").json()["gateway"]["running"] for pid, client in at.items()}
         victim = max(running, key=lambda pid: running[pid])
         (other,) = at.keys() - {victim}
+
+        def told_of_all() -> bool:
+            # Workers count a prompt as its request begins to run, and say so later, with their load.
+            return f'vllm:num_requests_running{{model_name="tiny"}} {STREAMS}.0' in at[other].get("/metrics").text
+
+        wait_for("the worker's word of all streams", told_of_all, two)
         before = counters(at[other])
         os.kill(victim, signal.SIGKILL)
         seen = streams.go()
@@ -113,10 +117,7 @@ def test_a_stream_whose_gateway_is_killed_costs_no_token_and_no_prompt_again(two
 
         def heard() -> bool:
             # A worker says so with its load, once it is idle too.
-            return (
-                grew().get("eaas_runs_joined_total", 0) + grew().get("eaas_runs_kept_total", 0)
-                >= running[victim]
-            )
+            return grew().get("eaas_runs_joined_total", 0) + grew().get("eaas_runs_kept_total", 0) >= running[victim]
 
         wait_for("the worker's word", heard, two)
         assert grew()["eaas_resumed_tokens_total"] > 0
@@ -170,9 +171,7 @@ def test_a_stream_whose_run_is_gone_costs_one_prefill_of_what_was_said(two: Loca
         if "worker" not in gone:
             time.sleep(GRACE_S + 1)
         last_id = events[-1].partition(b"\n")[0].removeprefix(b"id: ").decode()
-        again = at[other].post(
-            "/v1/completions", content=body, headers={**kind, "last-event-id": last_id}, timeout=60
-        )
+        again = at[other].post("/v1/completions", content=body, headers={**kind, "last-event-id": last_id}, timeout=60)
         assert again.status_code == 200, again.text
         events += again.content.split(b"\n\n")[:-1]
 

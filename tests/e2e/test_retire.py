@@ -95,9 +95,7 @@ def test_a_member_retired_by_name_ends_and_is_replaced_and_streams_see_nothing(
             wait_for("it is safe", lambda: ask(served, "GET", name)[1]["safe_to_terminate"], served)
         else:
             which = [pool, "--here"] if by.endswith("--here") else [name]
-            retired = run(
-                "retire", *which, "--operation", operation, "--wait", "--url", served.url, timeout_s=240
-            )
+            retired = run("retire", *which, "--operation", operation, "--wait", "--url", served.url, timeout_s=240)
             assert retired.returncode == 0, retired.stdout + retired.stderr
             assert "safe to terminate" in retired.stdout
         wait_for(f"the end of {name}", lambda: not is_running(pid), served)

@@ -83,9 +83,7 @@ class Load:
 
 
 @pytest.mark.parametrize("pool", ROLLED)
-def test_a_pool_is_rolled_under_load_and_nothing_changes(
-    rolled: LocalCluster, events: list[str], pool: str
-) -> None:
+def test_a_pool_is_rolled_under_load_and_nothing_changes(rolled: LocalCluster, events: list[str], pool: str) -> None:
     calm = [one.texts for one in stream_all(rolled.url, "tiny", PROMPTS, TOKENS)]
     before = {name: pid for name, pid in rolled.pids().items() if name.startswith(pool)}
     begun = len(events)

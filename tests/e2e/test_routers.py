@@ -88,9 +88,7 @@ def members(status: Status) -> list[tuple[str, int]]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_lost_leader_is_followed_and_nobody_notices(
-    world: World, calm: list[Seen], number: signal.Signals
-) -> None:
+def test_a_lost_leader_is_followed_and_nobody_notices(world: World, calm: list[Seen], number: signal.Signals) -> None:
     before = world.status()
     struck_s: list[float] = []
 
@@ -100,9 +98,7 @@ def test_a_lost_leader_is_followed_and_nobody_notices(
 
     struck = world.strike(strike, at=CLIENTS * TOKENS // 4)
     assert_whole(struck)
-    assert [one.texts for one in struck] == [one.texts for one in calm], (
-        f"leader {number.name}, tokens changed"
-    )
+    assert [one.texts for one in struck] == [one.texts for one in calm], f"leader {number.name}, tokens changed"
 
     def taken_over() -> list[float]:
         return [seen_s for seen_s, view in world.views if view.term > before.view.term]
@@ -120,9 +116,7 @@ def test_a_lost_leader_is_followed_and_nobody_notices(
     assert after.view.term > before.view.term
     assert after.view.epoch > before.view.epoch
     assert members(after) == members(before), "a member was lost with the leader"
-    wait_for(
-        "both routers again", lambda: {"router/0", "router/1"} <= set(world.cluster.pids()), world.cluster
-    )
+    wait_for("both routers again", lambda: {"router/0", "router/1"} <= set(world.cluster.pids()), world.cluster)
     # The new leader repairs as the old one did.
     victim = next(pid for name, pid in world.cluster.pids().items() if name.startswith("expert/"))
     struck = world.strike(lambda: os.kill(victim, signal.SIGKILL), at=CLIENTS * 2)

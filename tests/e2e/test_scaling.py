@@ -102,9 +102,7 @@ def calm(cluster: LocalCluster) -> list[list[str]]:
     return stream(cluster)
 
 
-def test_pools_grow_and_shrink_under_streams_and_no_token_changes(
-    cluster: LocalCluster, calm: list[list[str]]
-) -> None:
+def test_pools_grow_and_shrink_under_streams_and_no_token_changes(cluster: LocalCluster, calm: list[list[str]]) -> None:
     with contextlib.closing(Scaled(cluster)) as world:
         gone_before = set(world.router.status().gone)
         clients = InBackground(cluster, repeat=True)
@@ -159,9 +157,7 @@ def test_requests_at_an_attention_worker_wait_for_expert_servers(tiny: Path, cal
 
 
 @pytest.mark.full(seconds=8)
-def test_a_cluster_begins_with_nothing_and_serves_what_queued_when_it_grows(
-    tiny: Path, calm: list[list[str]]
-) -> None:
+def test_a_cluster_begins_with_nothing_and_serves_what_queued_when_it_grows(tiny: Path, calm: list[list[str]]) -> None:
     with scaled(tiny, experts=0, attention=0, replicas=2) as world:
         assert set(world.cluster.pids()) == {"router/0", "gateway/1"}
         state = fetch_status(world.cluster.url)

@@ -44,9 +44,7 @@ FORMAT = {"type": "json_schema", "json_schema": {"name": "scene", "strict": True
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[LocalCluster]:
     model = Path(resolve_model("demo"))
-    config = ClusterConfig(
-        model=model, served_model_name="demo", experts=2, attention=2, port=0, cores=(0, 1)
-    )
+    config = ClusterConfig(model=model, served_model_name="demo", experts=2, attention=2, port=0, cores=(0, 1))
     with LocalCluster(config) as running:
         yield running
 
@@ -55,9 +53,7 @@ def client_of(cluster: LocalCluster) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0, timeout=120.0)
 
 
-def stream_all(
-    cluster: LocalCluster, on_event: Callable[[], None] = lambda: None
-) -> dict[int, tuple[str, str]]:
+def stream_all(cluster: LocalCluster, on_event: Callable[[], None] = lambda: None) -> dict[int, tuple[str, str]]:
     """Of each seed the text and how it finished, all streamed at once beside one with bad words and no grammar."""
     client, seen = client_of(cluster), {}
 

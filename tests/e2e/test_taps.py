@@ -85,7 +85,7 @@ class Bench:
         )
         self.engine = Engine(self.decoder, config)
         self.inspector = Inspector(
-            self.spec, self.decoder, STEP_TOKENS, partial(opened, folder, "attention/1.7", None)
+            self.spec, self.decoder, STEP_TOKENS, partial(opened, folder, "attention/1.7", "f00d", None)
         )
         self.engine.inspector = self.inspector
 
@@ -145,9 +145,7 @@ class Peer:
         rows = args[0]
         for expert in (0, 3):
             ids = torch.full((len(rows), 1), expert)
-            self._seen[f"layers.{layer}.expert.{expert}"] = module.forward(
-                rows, ids, torch.ones(len(rows), 1)
-            ).numpy()
+            self._seen[f"layers.{layer}.expert.{expert}"] = module.forward(rows, ids, torch.ones(len(rows), 1)).numpy()
 
     def __call__(self, tokens: list[int]) -> dict[str, np.ndarray]:
         self._seen.clear()

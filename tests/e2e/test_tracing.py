@@ -110,9 +110,7 @@ def test_a_trace_goes_from_the_client_through_gateway_and_worker_to_some_of_its_
         "00-" + "f" * 4000,
     ],
 )
-def test_what_nobody_asked_to_trace_is_not_traced(
-    cluster: LocalCluster, spans: Receiver, header: str
-) -> None:
+def test_what_nobody_asked_to_trace_is_not_traced(cluster: LocalCluster, spans: Receiver, header: str) -> None:
     before = len(spans.spans)
     ask(cluster, header, max_tokens=4)
     ask(cluster, sampled(9), max_tokens=4)
@@ -132,12 +130,8 @@ def test_a_replay_is_a_second_span_in_the_same_trace(cluster: LocalCluster, span
     with urllib.request.urlopen(request, timeout=60) as reply:
         reply.readline()
         with urllib.request.urlopen(f"{cluster.url}/metrics", timeout=5) as page:
-            busy = [
-                line
-                for line in page.read().decode().splitlines()
-                if line.startswith("eaas_worker_outstanding")
-            ]
-        (worker,) = [line.split('"')[1] for line in busy if float(line.rpartition(" ")[2]) > 0]
+            busy = [line for line in page.read().decode().splitlines() if line.startswith("eaas_worker_outstanding")]
+        (worker,) = [line.split('worker="')[1].split('"')[0] for line in busy if float(line.rpartition(" ")[2]) > 0]
         os.kill(cluster.pids()[worker], signal.SIGKILL)
         assert reply.read().endswith(b"data: [DONE]\n\n")
     wait_for("the second attempt", lambda: bool(spans.named("attention", trace_of(5))))

@@ -181,9 +181,7 @@ def test_a_model_of_every_family_gives_its_own_logits(family: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_quantized_checkpoint_gives_the_logits_of_the_weights_it_stands_for(
-    method: str, tmp_path: Path
-) -> None:
+def test_a_quantized_checkpoint_gives_the_logits_of_the_weights_it_stands_for(method: str, tmp_path: Path) -> None:
     # Groups of up to 128 columns, and words of 8 rows, in every matrix.
     wide = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 128, "head_dim": 64}
     moe_families.model_of("Qwen3Moe", **wide).to(torch.bfloat16).save_pretrained(tmp_path / "source")
@@ -301,7 +299,7 @@ def test_who_comes_as_the_last_server_goes_waits_for_the_next() -> None:
             return SimpleNamespace(name="client/1")
 
     pool: Any = object.__new__(eaas.Pool)
-    pool.shape, pool.router, pool.fingerprint = SimpleNamespace(layers=1, experts=2), "r", ""
+    pool.shape, pool.router, pool.model, pool.fingerprint = SimpleNamespace(layers=1, experts=2), "r", "", ""
     router: Any = Router()
     identity, view, found = pools._join(router, pool, 10.0)
     assert (identity.name, view, found) == ("client/1", shown, "cpu-bf16-fma-1")

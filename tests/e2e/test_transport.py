@@ -57,9 +57,7 @@ def complete(url: str, prompt: str, tokens: int = TOKENS) -> str:
 
 @pytest.fixture(scope="module")
 def expected() -> list[str]:
-    config = ClusterConfig(
-        model=resolve_model("demo"), served_model_name="demo", experts=2, port=0, cores=(0, 1)
-    )
+    config = ClusterConfig(model=resolve_model("demo"), served_model_name="demo", experts=2, port=0, cores=(0, 1))
     cluster = LocalCluster(config)
     try:
         cluster.start()

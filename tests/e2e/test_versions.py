@@ -29,7 +29,7 @@ if os.environ.get("EAAS_OF_ANOTHER_RELEASE") == "rows":
 """
 REFUSALS = {
     "link": "it speaks another version; run the same release on both sides",
-    "rows": f"asks for wire version {VERSION} (here {VERSION + 1}). Serve one model, from one release.",
+    "rows": f"asks for wire version {VERSION} (here {VERSION + 1}). Ask for what is served, from one release.",
 }
 
 

@@ -70,18 +70,14 @@ def test_it_serves_the_built_in_model_from_an_empty_environment(wheel: Path, tmp
     away = tmp_path / "elsewhere"
     away.mkdir()
     pip = [sys.executable, "-m", "pip", "--python", str(python)]
-    subprocess.run(
-        [*pip, "install", "--quiet", "--no-deps", str(wheel)], cwd=away, env=environment, check=True
-    )
+    subprocess.run([*pip, "install", "--quiet", "--no-deps", str(wheel)], cwd=away, env=environment, check=True)
     # The requirements are those of this environment: torch is not downloaded again. Its own installation of this
     # project is not among them, for files named in a path file name no further folders.
     (packages,) = (empty / "lib").glob("python*/site-packages")
     (packages / "requirements.pth").write_text(sysconfig.get_path("purelib") + "\n")
     environment |= {"COLUMNS": "300", "NO_COLOR": "1", "PATH": str(empty / "bin")}
     code = "import eaas.native, experts.native, p2p.native as p; print(p.LIBRARY, eaas.native.LIBRARY)"
-    found = subprocess.run(
-        [python, "-c", code], cwd=away, env=environment, capture_output=True, text=True, check=True
-    )
+    found = subprocess.run([python, "-c", code], cwd=away, env=environment, capture_output=True, text=True, check=True)
     assert all(Path(name).is_relative_to(packages) for name in found.stdout.split()), found.stdout
     with (tmp_path / "log").open("w") as log:
         process = subprocess.Popen(

@@ -59,15 +59,11 @@ def spec_of(**changes: Any) -> ModelSpec:
 
 VARIANTS: dict[str, ModelSpec] = {
     "grouped heads, head norm, tied": spec_of(qk_norm=QkNorm.HEAD, tie_embeddings=True),
-    "one head per key, full norm, clip": spec_of(
-        kv_heads=6, qk_norm=QkNorm.FULL, clip_qkv=0.6, norm_topk=False
-    ),
+    "one head per key, full norm, clip": spec_of(kv_heads=6, qk_norm=QkNorm.FULL, clip_qkv=0.6, norm_topk=False),
     "bias, shared expert with gate": spec_of(
         qkv_bias=True, shared_intermediate=56, shared_gate=True, norm_topk=False, scaling_factor=1.5
     ),
-    "output bias, many queries per key": spec_of(
-        q_heads=8, kv_heads=1, o_bias=True, qkv_bias=True, head_dim=16
-    ),
+    "output bias, many queries per key": spec_of(q_heads=8, kv_heads=1, o_bias=True, qkv_bias=True, head_dim=16),
     "sliding windows": spec_of(sliding_window=(7, 0, 64), qk_norm=QkNorm.HEAD),
     "sigmoid, groups, correction, shared, leading dense": spec_of(
         score=Score.SIGMOID,
@@ -80,9 +76,7 @@ VARIANTS: dict[str, ModelSpec] = {
         top_k=3,
     ),
     "softmax, groups": spec_of(groups=4, groups_topk=2, top_k=4),
-    "odd sizes": spec_of(
-        hidden=50, head_dim=10, q_heads=3, kv_heads=3, expert_intermediate=21, experts=5, top_k=5
-    ),
+    "odd sizes": spec_of(hidden=50, head_dim=10, q_heads=3, kv_heads=3, expert_intermediate=21, experts=5, top_k=5),
     "a quarter of each head rotated": spec_of(rotated=8, qk_norm=QkNorm.HEAD),
     "sinks, gate with a bias, some windows": spec_of(
         sinks=True, gate_bias=True, sliding_window=(19, 0, 70), qkv_bias=True, o_bias=True
@@ -174,9 +168,7 @@ class World:
                 if moe.correction_bias:
                     part["gate_correction"] = random.standard_normal(moe.experts).astype(np.float32) * 0.2
                 if moe.shared_intermediate:
-                    part |= {
-                        f"shared_{n}": w for n, w in zip(names, mlp(moe.shared_intermediate), strict=True)
-                    }
+                    part |= {f"shared_{n}": w for n, w in zip(names, mlp(moe.shared_intermediate), strict=True)}
                     if moe.shared_gate:
                         part["shared_gate"] = matrix(1, spec.hidden)
             weights |= {f"{layer}.{role}": array for role, array in part.items()}
@@ -186,13 +178,9 @@ class World:
     def reference(self, dtype: object = None) -> ReferenceDecoder:
         """The torch definition of the same model."""
         extra: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
-        return ReferenceDecoder(
-            self.spec, self.weights, lambda layer, expert: self.experts[layer][expert], **extra
-        )
+        return ReferenceDecoder(self.spec, self.weights, lambda layer, expert: self.experts[layer][expert], **extra)
 
-    def decoder(
-        self, lanes: int = 1, kv_blocks: int = 64, max_rows: int = 512, block_tokens: int = 16
-    ) -> Runner:
+    def decoder(self, lanes: int = 1, kv_blocks: int = 64, max_rows: int = 512, block_tokens: int = 16) -> Runner:
         """A native decoder with its experts in this process."""
         moe = self.spec.moe
         local = LocalExperts(
@@ -242,9 +230,7 @@ class Runner:
             positions=positions.astype(np.int32),
             seqs=seqs,
             block_tables=tables,
-            logits_rows=np.arange(len(tokens), dtype=np.int32)
-            if wanted is None
-            else np.array(wanted, dtype=np.int32),
+            logits_rows=np.arange(len(tokens), dtype=np.int32) if wanted is None else np.array(wanted, dtype=np.int32),
         )
         return self.decoder.step(plan, 10.0).copy()
 

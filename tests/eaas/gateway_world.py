@@ -26,9 +26,12 @@ from eaas.worker.loop import BEAT_S
 from eaas.worker.protocol import (
     PROTOCOL,
     Cancel,
+    EndInspection,
     Failed,
     ForgetBlocks,
     Hello,
+    Inspect,
+    Inspected,
     Step,
     Submit,
     Token,
@@ -72,13 +75,11 @@ CHAT_TEMPLATE = (
 )
 
 
-def write_model(folder: Path) -> Path:
+def write_model(folder: Path, *, context: int = MAX_MODEL_LEN, template: str = CHAT_TEMPLATE) -> Path:
     """A checkpoint folder whose tokenizer has one token for each byte."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    header = json.dumps(
-        {"model.norm.weight": {"dtype": "F32", "shape": [32], "data_offsets": [0, 128]}}
-    ).encode()
+    (folder / "config.json").write_text(json.dumps({**CONFIG, "max_position_embeddings": context}))
+    header = json.dumps({"model.norm.weight": {"dtype": "F32", "shape": [32], "data_offsets": [0, 128]}}).encode()
     header += b" " * (-len(header) % 8)
     (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(128))
     tokenizer = Tokenizer(models.BPE(vocab=_byte_vocabulary(), merges=[]))
@@ -86,9 +87,7 @@ def write_model(folder: Path) -> Path:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<|endoftext|>"])
     tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps({"chat_template": CHAT_TEMPLATE, "eos_token": "<|endoftext|>"})
-    )
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template, "eos_token": "<|endoftext|>"}))
     return folder
 
 
@@ -106,7 +105,9 @@ class FakeRouter(rpc.RouterServicer):
     def __init__(self) -> None:
         self.pid = 41
         self.scaled: list[tuple[str, int, float]] = []
-        self.expert_classes = ("",)  # an expert server of each is shown, which serves every expert
+        self.expert_classes: tuple[str, ...] = ("",)  # an expert server of each is shown, which serves every expert
+        self.held = False  # no View goes out
+        self.models: tuple[pb.Model, ...] = ()  # of the Views to come; their workers are shown as of their models
         self._condition = threading.Condition()
         self._view = pb.View(term=1, epoch=0, replicas_wanted=1, layers=2, experts=4)
         self._server = grpc.server(ThreadPoolExecutor(16))
@@ -117,11 +118,16 @@ class FakeRouter(rpc.RouterServicer):
     def show(self, *workers: FakeWorker, **states: str) -> None:
         """Publish a View with these attention workers, serving unless ``states`` says otherwise by name."""
         with self._condition:
-            self._view = pb.View(term=1, epoch=self._view.epoch + 1, replicas_wanted=1, layers=2, experts=4)
+            hash = self.models[0].hash if self.models else ""
+            self._view = pb.View(
+                term=1, epoch=self._view.epoch + 1, replicas_wanted=1, layers=2, experts=4, model_hash=hash,
+                models=self.models,
+            )  # fmt: skip
             for number, numerics_class in enumerate(self.expert_classes, 1):
                 self._view.members.add(
                     name=f"expert/{number}", pool="expert", state="serving", incarnation=76 + number,
-                    address="127.0.0.1:1", pid=os.getpid(), serving=b"\xff", load={"busy": 0.25},
+                    address="127.0.0.1:1", pid=os.getpid(), load={"busy": 0.25},
+                    serving=b"\xff" * max(1, len(self.models)),
                     numerics_class=numerics_class,
                 )  # fmt: skip
             for worker in workers:
@@ -129,7 +135,7 @@ class FakeRouter(rpc.RouterServicer):
                     name=worker.name, pool="attention",
                     state=states.get(worker.name.replace("/", "_"), "serving"),
                     incarnation=worker.incarnation, address=worker.address, pid=os.getpid(),
-                    numerics_class=worker.numerics_class,
+                    numerics_class=worker.numerics_class, model=worker.model_hash if self.models else "",
                 )  # fmt: skip
             self._condition.notify_all()
 
@@ -153,7 +159,7 @@ class FakeRouter(rpc.RouterServicer):
             with self._condition:
                 self._condition.wait_for(lambda sent=sent: self._view.epoch > sent, timeout=0.2)
                 view = pb.View.FromString(self._view.SerializeToString())
-            if view.epoch > sent:
+            if view.epoch > sent and not self.held:
                 sent = view.epoch
                 for member in view.members:
                     member.serving = zlib.compress(member.serving)
@@ -191,10 +197,15 @@ class FakeWorker:
     silent: bool = False
     queues: bool = False  # it computes the first that it gets; the others wait in its queue
     protocol: int = PROTOCOL
+    nameless: bool = False  # it does not say which model it serves
+    context: int = MAX_MODEL_LEN
     drops_at: int = 1 << 30  # token from which on it lacks experts, for requests that allow that
     address: str = ""
     submits: list[Submit] = field(default_factory=list)
     forgotten: int = 0
+    connections: int = 0
+    inspections: list[str] = field(default_factory=list)
+    says: dict[str, Any] = field(default_factory=dict)  # of an inspection
     cancels: list[str] = field(default_factory=list)
     refuse: Callable[[Submit], Failed | None] = lambda _: None
     script: list[str] = field(default_factory=list)  # the last of them is said instead of the prompt
@@ -218,11 +229,12 @@ class FakeWorker:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.writers.add(writer)
+        self.connections += 1
         writer.write(
             encode(
                 Hello(
-                    name=self.name, incarnation=self.incarnation, model_hash=self.model_hash,
-                    numerics_class=self.numerics_class, max_model_len=MAX_MODEL_LEN, vocab=260,
+                    name=self.name, incarnation=self.incarnation, numerics_class=self.numerics_class,
+                    model_hash="" if self.nameless else self.model_hash, max_model_len=self.context, vocab=260,
                     kv_tokens=1 << 20, protocol=self.protocol,
                 )
             )
@@ -240,6 +252,11 @@ class FakeWorker:
                         continue
                     if isinstance(message, ForgetBlocks):
                         self.forgotten += 1
+                        continue
+                    if isinstance(message, Inspect | EndInspection):
+                        self.inspections.append(message.id)
+                        told = {"ended": isinstance(message, EndInspection), **self.says}
+                        writer.write(encode(Inspected(id=message.id, **told)))
                         continue
                     self.submits.append(message)
                     failed = self.refuse(message)
@@ -314,13 +331,9 @@ def make_token(submit: Submit, index: int, script: str | None = None, *, draws: 
     token = said[index % len(said)]
     params = submit.params
     if draws and script is None and params.temperature > 0:
-        token = b"abcdefghijklmnop \xc3\xa9"[
-            zlib.crc32(f"{params.seed} {params.choice} {index}".encode()) % 19
-        ]
+        token = b"abcdefghijklmnop \xc3\xa9"[zlib.crc32(f"{params.seed} {params.choice} {index}".encode()) % 19]
     finish = "length" if index + 1 == params.max_tokens else ""
-    if (
-        token == EOS and not params.ignore_eos and index >= params.min_tokens
-    ) or token in params.stop_token_ids:
+    if (token == EOS and not params.ignore_eos and index >= params.min_tokens) or token in params.stop_token_ids:
         finish = "stop"
     if params.logprobs < 0:
         return Token(submit.id, submit.attempt, index, token, finish)
@@ -337,6 +350,7 @@ class World:
         self.model = write_model(folder)
         self.model_hash = Checkpoint.open(self.model).fingerprint
         self.router = FakeRouter()
+        self.router.models = self.alone = (pb.Model(hash=self.model_hash, layers=2, experts=4),)
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self._thread.start()

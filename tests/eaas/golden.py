@@ -22,6 +22,7 @@ import numpy as np
 from eaas.model.loader import load_spec, load_weights, resolve_model
 from eaas.worker.decoder import Decoder
 from experts.checkpoint import Checkpoint
+from experts.kernels import numerics_class
 from experts.model import CHOICES, Dtype, ExpertShape
 from experts.native import IsaUnavailable
 from tests.eaas.decoder_world import VARIANTS, VOCAB, Runner, World
@@ -78,9 +79,9 @@ def digests() -> dict[str, dict[str, str]]:
     for dtype in CHOICES:
         for name, spec in VARIANTS.items():
             runner = World.make(replace(spec, dtype=dtype), SEED).decoder()
-            found.setdefault(runner.decoder.numerics_class, {})[name] = digest(runner)
+            found.setdefault(numerics_class(runner.decoder.dtype), {})[name] = digest(runner)
         runner = demo(dtype)
-        found[runner.decoder.numerics_class]["demo"] = digest(runner)
+        found[numerics_class(runner.decoder.dtype)]["demo"] = digest(runner)
     return found
 
 

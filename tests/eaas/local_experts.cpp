@@ -25,7 +25,8 @@ struct Run {
 struct LocalExperts {
     uint32_t layers, experts, hidden, intermediate, top_k;
     int32_t dtype;
-    ExpertForm form;
+    ExpertForm form{};
+    bool formed = false;  // experts are more than SwiGLU without biases
     uint32_t lanes, max_rows;
     eaas::Arena arena;
     std::vector<Expert> weights;
@@ -41,7 +42,6 @@ struct LocalExperts {
         return (intermediate + EXPERTS_GATE_UP_COLUMNS - 1) / EXPERTS_GATE_UP_COLUMNS;
     }
     uint32_t down_tiles() const { return (hidden + EXPERTS_TILE_ROWS - 1) / EXPERTS_TILE_ROWS; }
-    bool plain() const { return form.alpha == 1.0f && form.shift == 0.0f && !form.biased; }
     // Of a packed matrix and, behind it, the biases of its rows.
     uint64_t bytes(uint64_t packed, uint32_t tiles) const {
         return packed + (form.biased ? tiles * EXPERTS_TILE_ROWS * sizeof(float) : 0);
@@ -111,7 +111,8 @@ P2P_API LocalExperts* local_experts_new(uint32_t layers, uint32_t experts, uint3
     local->intermediate = intermediate;
     local->top_k = top_k;
     local->dtype = dtype;
-    local->form = *form;
+    local->formed = form;
+    if (form) local->form = *form;
     local->lanes = lanes;
     local->max_rows = max_rows;
     local->weights.resize(static_cast<uint64_t>(layers) * experts);
@@ -173,7 +174,7 @@ P2P_API int32_t local_experts_call(void* state, LanePool* pool, uint32_t lane, u
                     static_cast<const uint8_t*>(rows) + local.token[pair] * row_bytes, row_bytes);
     ended(PHASE_GATHER);
     over_tiles(local, lane, local.up_tiles(), [&](const Run& run, uint32_t tile0, uint32_t tile1) {
-        experts_ffn_gate_up_formed(local.plain() ? nullptr : &local.form, local.dtype,
+        experts_ffn_gate_up_formed(local.formed ? &local.form : nullptr, local.dtype,
                                    layer_weights[run.expert].gate_up, local.hidden, local.intermediate,
                                    local.gathered + run.first * row_bytes, local.hidden, run.pairs,
                                    local.act + run.first * act_bytes, local.intermediate, tile0, tile1);

@@ -92,20 +92,17 @@ class LocalExperts:
         self._sizes = (intermediate, hidden)
         sizes = (layers, experts, hidden, intermediate, top_k)
         self._dtype, self._activation = dtype, activation
-        form = ctypes.byref(experts_native.form_of(activation, biased))
-        self._handle = self._library.local_experts_new(*sizes, int(dtype), form, lanes, max_rows)
+        form = experts_native.form_of(activation, biased)
+        where = None if form is None else ctypes.byref(form)
+        self._handle = self._library.local_experts_new(*sizes, int(dtype), where, lanes, max_rows)
         if not self._handle:
-            raise MemoryError(
-                f"No memory: {layers} x {experts} experts of {hidden} x {intermediate}; none may be 0."
-            )
+            raise MemoryError(f"No memory: {layers} x {experts} experts of {hidden} x {intermediate}; none may be 0.")
         self._finalizer = weakref.finalize(self, self._library.local_experts_free, self._handle)
         call = native.address_of(self._library, "local_experts_call")
         self.backend = ExpertBackend(call=call, state=self._handle)
 
     @classmethod
-    def load(
-        cls, checkpoint: Checkpoint, dtype: Dtype, *, lanes: int = 1, max_rows: int = 512
-    ) -> LocalExperts:
+    def load(cls, checkpoint: Checkpoint, dtype: Dtype, *, lanes: int = 1, max_rows: int = 512) -> LocalExperts:
         """All experts of a checkpoint.
 
         Raises:

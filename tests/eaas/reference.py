@@ -104,9 +104,7 @@ class ModelMath:
             q, k, v = (part.clamp(-spec.clip_qkv, spec.clip_qkv) for part in (q, k, v))
         return _rotate(q, cosines, sines), _rotate(k, cosines, sines), v
 
-    def _expanded(
-        self, layer: int, h: Tensor, cosines: Tensor, sines: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _expanded(self, layer: int, h: Tensor, cosines: Tensor, sines: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Of latent attention: each head's whole key and value, as the latent gives them."""
         latent = self.spec.latent
         assert latent
@@ -224,9 +222,7 @@ class ReferenceDecoder:
         return self._experts[key]
 
 
-def ffn(
-    h: Tensor, gate: Tensor, up: Tensor, down: Tensor, *biases: Tensor, activation: Activation = SWIGLU
-) -> Tensor:
+def ffn(h: Tensor, gate: Tensor, up: Tensor, down: Tensor, *biases: Tensor, activation: Activation = SWIGLU) -> Tensor:
     """Rows through one MLP or expert; biases of gate, up and down, or none."""
     gate_bias, up_bias, down_bias = biases or (None, None, None)
     gated = linear(h, gate, gate_bias).clamp(max=activation.limit)
@@ -263,9 +259,7 @@ def choose_experts(moe: MoeSpec, logits: Tensor, correction: Tensor | None) -> t
     return ids, weights * moe.scaling_factor
 
 
-def gate_reference(
-    norm: Tensor, weight: Tensor, correction: Tensor | None, moe: MoeSpec
-) -> tuple[Tensor, Tensor]:
+def gate_reference(norm: Tensor, weight: Tensor, correction: Tensor | None, moe: MoeSpec) -> tuple[Tensor, Tensor]:
     """Ids and weights [rows, top_k] of a norm [rows, hidden] that was not rounded; in its type."""
     return choose_experts(moe, norm @ weight.to(norm.dtype).T, correction)
 

@@ -105,9 +105,7 @@ class World:
         listener = socket.create_server(("127.0.0.1", 0))
         self.address = listener.getsockname()
         self.passes = 0
-        self.worker = Worker(
-            self.engine, self.hello, listener, between_steps=self.count, may_answer=may_answer
-        )
+        self.worker = Worker(self.engine, self.hello, listener, between_steps=self.count, may_answer=may_answer)
         self.thread = threading.Thread(target=self.worker.run, daemon=True)
 
     def count(self) -> None:

@@ -17,9 +17,7 @@ from eaas.worker.grammar import Grammar, of_choices, of_schema
 from tests.eaas.test_output_reader import TOOLS, WRITTEN
 
 CALL = '<|channel|>commentary to=functions.look <|constrain|>json<|message|>{"at": "x"}'
-STRICT = [(style, text) for style, text in WRITTEN if "<tool_call>look<arg_key>" not in text] + [
-    (HARMONY, CALL)
-]
+STRICT = [(style, text) for style, text in WRITTEN if "<tool_call>look<arg_key>" not in text] + [(HARMONY, CALL)]
 
 
 class Vocabulary:
@@ -44,9 +42,7 @@ class Vocabulary:
 
 @pytest.mark.parametrize("marked", [False, True])
 @pytest.mark.parametrize(("style", "text"), STRICT, ids=[style.shown for style, _ in STRICT])
-def test_calls_that_must_be_made_are_those_that_the_family_writes(
-    style: CallStyle, text: str, marked: bool
-) -> None:
+def test_calls_that_must_be_made_are_those_that_the_family_writes(style: CallStyle, text: str, marked: bool) -> None:
     vocabulary = Vocabulary(sorted(marks_in(style, THINK)) if marked else [])
     use = tool_use(TOOLS, "required", None)
     grammar = call_grammar(use, style, vocabulary.marks)
@@ -92,9 +88,7 @@ def test_schemas_that_are_no_objects_bind_no_arguments(schema: dict[str, Any], a
     ],
     ids=["schema", "regex", "choices"],
 )
-def test_thoughts_come_before_an_answer_in_a_language(
-    style: ThoughtStyle, grammar: Grammar, text: str
-) -> None:
+def test_thoughts_come_before_an_answer_in_a_language(style: ThoughtStyle, grammar: Grammar, text: str) -> None:
     vocabulary = Vocabulary(sorted(marks_in(style)))
     whole = after_thoughts(grammar, style, vocabulary.marks, thinking=False, calls=False)
     assert whole is not None

@@ -48,9 +48,7 @@ def test_a_plan_says_what_when_whom_and_how_long() -> None:
         peers = ["expert/1"]
     """)
     assert plan.seed == 7
-    assert [step.at_s for step in plan.steps] == [20.0, 40.0, 60.0], (
-        "by time, whatever their order in the file"
-    )
+    assert [step.at_s for step in plan.steps] == [20.0, 40.0, 60.0], "by time, whatever their order in the file"
     kill, delay, slow = plan.steps
     assert kill.fault == Fault(id="", kind="kill", where="computed", after=100, seed=7)
     assert kill.select == Select(pool="expert", mode="fixed:2")
@@ -155,9 +153,7 @@ def test_a_seed_chooses_the_same_members_whatever_their_order() -> None:
 def test_a_choice_that_cannot_be_made_says_who_is_there() -> None:
     with pytest.raises(PlanInvalid, match=r"No member 'expert/9' here; name one of: router/0, gateway/1"):
         choose(Select(target="expert/9"), MEMBERS, Random(0))
-    with pytest.raises(
-        PlanInvalid, match="fixed:5 of pool expert needs 5 members, found 4; there are: router/0"
-    ):
+    with pytest.raises(PlanInvalid, match="fixed:5 of pool expert needs 5 members, found 4; there are: router/0"):
         choose(Select(pool="expert", mode="fixed:5"), MEMBERS, Random(0))
     for mode in ("one", "all", "percent:10"):
         with pytest.raises(PlanInvalid, match=f"{mode} of pool expert needs 1 members, found 0; .* nobody"):

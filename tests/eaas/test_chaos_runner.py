@@ -139,9 +139,7 @@ def test_what_fails_in_the_telling_ends_every_fault() -> None:
 def test_an_end_that_is_refused_says_so() -> None:
     record, stop = Record(), threading.Event()
     record.refuses_end = True
-    events = run_plan(
-        parse_plan(PLAN), record, on_event=lambda event: event.kind == "loss" and stop.set(), stop=stop
-    )
+    events = run_plan(parse_plan(PLAN), record, on_event=lambda event: event.kind == "loss" and stop.set(), stop=stop)
     assert events[-1].phase == "ended"
     assert "cannot be cleared, and ends by itself: the router is away" in events[-1].text
 

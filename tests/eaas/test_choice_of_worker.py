@@ -55,9 +55,7 @@ def test_what_begins_alike_is_computed_once(seed: int) -> None:
         return found / total
 
     with_affinity, without = reused(True), reused(False)
-    assert with_affinity > 0.8, (
-        f"seed {seed}: {with_affinity:.2f} of all tokens reused, {without:.2f} without"
-    )
+    assert with_affinity > 0.8, f"seed {seed}: {with_affinity:.2f} of all tokens reused, {without:.2f} without"
     assert with_affinity > without + 0.05, f"seed {seed}: {with_affinity:.2f}, {without:.2f} without affinity"
 
 
@@ -101,9 +99,7 @@ def test_every_gateway_finds_the_same_worker() -> None:
     code = "from eaas.gateway.failover import prefix_hash; print(prefix_hash(list(range(100))))"
     command = [sys.executable, "-c", code]
     numbers = {
-        subprocess.run(
-            command, capture_output=True, check=True, env={**environment, "PYTHONHASHSEED": seed}
-        ).stdout
+        subprocess.run(command, capture_output=True, check=True, env={**environment, "PYTHONHASHSEED": seed}).stdout
         for seed in ("1", "2")
     }
     assert numbers == {f"{prefix_hash(list(range(200)))}\n".encode()}

@@ -40,8 +40,7 @@ def chat_events(count: int = EVENTS) -> list[bytes]:
 
 def named_events(names: list[tuple[str, dict[str, Any]]]) -> list[bytes]:
     return [
-        b"id: %d/x y\nevent: %b\ndata: %b\n\n"
-        % (n, name.encode(), json.dumps({"type": name, **more}).encode())
+        b"id: %d/x y\nevent: %b\ndata: %b\n\n" % (n, name.encode(), json.dumps({"type": name, **more}).encode())
         for n, (name, more) in enumerate(names)
     ]
 
@@ -51,18 +50,13 @@ MESSAGES = named_events(
     [
         ("message_start", {"message": MESSAGE | {"usage": {"input_tokens": 1, "output_tokens": 0}}}),
         ("content_block_start", {"index": 0, "content_block": {"type": "text", "text": ""}}),
-        *[
-            ("content_block_delta", {"index": 0, "delta": {"type": "text_delta", "text": f"w{n} "}})
-            for n in range(3)
-        ],
+        *[("content_block_delta", {"index": 0, "delta": {"type": "text_delta", "text": f"w{n} "}}) for n in range(3)],
         ("content_block_stop", {"index": 0}),
         ("message_delta", {"delta": {"stop_reason": "end_turn"}, "usage": {"output_tokens": 3}}),
         ("message_stop", {}),
     ]
 )
-OVERLOADED = {
-    "error": {"message": "it stops", "type": "overloaded_error", "param": None, "code": "shutting_down"}
-}
+OVERLOADED = {"error": {"message": "it stops", "type": "overloaded_error", "param": None, "code": "shutting_down"}}
 BROKEN = {"error": {"message": "a fault", "type": "server_error", "param": None, "code": "internal_error"}}
 
 
@@ -137,9 +131,7 @@ class CuttingServer:
         if act.after != -1:
             start = f"HTTP/1.1 200 OK\r\n{act.headers}content-type: {self.kind}\r\ntransfer-encoding: chunked\r\n\r\n"
             pieces = [sent[at : at + 37] for at in range(0, len(sent), 37)] + [act.then] * bool(act.then)
-            taken.sendall(
-                start.encode() + b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces)
-            )
+            taken.sendall(start.encode() + b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces))
         if act.how == "end":
             taken.sendall(b"0\r\n\r\n")
             return True
@@ -213,9 +205,7 @@ def test_a_stream_cut_at_any_byte_is_whole_for_its_client(server: CuttingServer,
 def said_by_openai(server: CuttingServer, client: Any) -> list[str]:
     """What a client of openai, sync or async, sees of a chat stream."""
     if isinstance(client, openai.OpenAI):
-        return [
-            c.choices[0].delta.content or "" for c in client.chat.completions.create(**ASKED, stream=True)
-        ]
+        return [c.choices[0].delta.content or "" for c in client.chat.completions.create(**ASKED, stream=True)]
 
     async def read() -> list[str]:
         stream = await client.chat.completions.create(**ASKED, stream=True)
@@ -229,9 +219,7 @@ def test_openais_clients_see_each_event_once(server: CuttingServer, kind: Any) -
     draw = random.Random(SEED)
     most = len(b"".join(server.events)) // 2
     for _ in range(20):
-        server.acts[:] = [
-            Act(after=draw.randrange(-1, most), how=draw.choice(["close", "reset"])) for _ in range(4)
-        ]
+        server.acts[:] = [Act(after=draw.randrange(-1, most), how=draw.choice(["close", "reset"])) for _ in range(4)]
         client = resuming(kind(base_url=server.url, **QUIET))
         assert type(client) is kind
         assert said_by_openai(server, client) == [f"w{n} é" for n in range(EVENTS)], f"seed {SEED}"

@@ -22,9 +22,7 @@ from experts.devices import Device
         (3, 3, [[4, 5, 6], [7, 4, 5], [6, 7, 4]]),
     ],
 )
-def test_cores_are_dealt_out_or_given_by_the_wanted_lanes(
-    servers: int, lanes: int, wanted: list[list[int]]
-) -> None:
+def test_cores_are_dealt_out_or_given_by_the_wanted_lanes(servers: int, lanes: int, wanted: list[list[int]]) -> None:
     assert [expert_cores(slot, servers, (4, 5, 6, 7), lanes) for slot in range(servers)] == wanted
 
 
@@ -62,9 +60,8 @@ def test_halves_of_a_step_overlap_where_gpus_attend_and_nowhere_else() -> None:
     for refused in (lambda: config("cpu"), lambda: config("cuda:0", "cpu", attention=2)):
         with pytest.raises(ValueError, match="--overlap is for attention workers on GPUs"):
             refused()
-    device = Device.parse("cpu")
     with pytest.raises(ValueError, match="serve with --device cuda"):
-        decoding(device, device.backend(), True, 0, False)
+        decoding(Device.parse("cpu"), True, 0, False)
 
 
 def test_kinds_of_devices_may_be_mixed_where_each_has_workers_and_servers() -> None:
@@ -84,7 +81,5 @@ def test_kinds_of_devices_may_be_mixed_where_each_has_workers_and_servers() -> N
     # A pool that is empty yet will have some of each.
     config(("cuda:0", "cpu"), 0, 2)
     for experts, attention in ((2, 1), (1, 2)):
-        with pytest.raises(
-            ValueError, match=r"ask servers of their own kind only\. .* --attention 2 --experts 2"
-        ):
+        with pytest.raises(ValueError, match=r"ask servers of their own kind only\. .* --attention 2 --experts 2"):
             config(("cuda:0", "cpu"), experts, attention)

@@ -94,9 +94,7 @@ class World:
         self.prompts: list[PromptLogprobs] = []
         self.chosen: list[Token] = []
 
-    def submit(
-        self, id: str, output: Sequence[int] = (), prompt: Sequence[int] = (5, 6, 7), **params: Any
-    ) -> None:
+    def submit(self, id: str, output: Sequence[int] = (), prompt: Sequence[int] = (5, 6, 7), **params: Any) -> None:
         given = SamplingParams(**{"max_tokens": 200, "temperature": 1.0, "seed": 7, **params})
         message = Submit(id=id, attempt=1, prompt=list(prompt), output=list(output), params=given)
         refusal = self.engine.submit(message)
@@ -135,9 +133,7 @@ def run_one(grammars: Grammars, **params: Any) -> World:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_schema_is_kept_whatever_the_model_says(
-    grammars: Grammars, tokenizer: Tokenizer, seed: int
-) -> None:
+def test_a_schema_is_kept_whatever_the_model_says(grammars: Grammars, tokenizer: Tokenizer, seed: int) -> None:
     world = run_one(grammars, grammar=of_schema(SCHEMA), seed=seed)
     assert world.finish == {"a": "complete"}, f"seed {seed}: {world.tokens}"
     text = tokenizer.decode(world.tokens["a"])
@@ -353,9 +349,7 @@ class Panic(BaseException):
 
 
 @pytest.mark.parametrize("where", ["compiling", "following"])
-def test_a_library_that_breaks_ends_its_own_request_alone(
-    where: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_library_that_breaks_ends_its_own_request_alone(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def breaks(*_: Any) -> Any:
         raise Panic("index out of bounds")
 
@@ -470,9 +464,7 @@ def test_allowed_tokens_and_biases_hold(grammars: Grammars) -> None:
     assert set(world.tokens["a"]) == set(allowed)
     biased = run_one(grammars, logit_bias=((77, 100.0),), max_tokens=9)
     assert biased.tokens["a"] == [77] * 9
-    never = run_one(
-        grammars, allowed_token_ids=allowed, logit_bias=((11, -100.0), (12, -100.0)), max_tokens=60
-    )
+    never = run_one(grammars, allowed_token_ids=allowed, logit_bias=((11, -100.0), (12, -100.0)), max_tokens=60)
     assert set(never.tokens["a"]) == {500, 1023}
 
 
@@ -482,9 +474,7 @@ def test_where_grammar_and_allowed_tokens_leave_nothing_the_client_is_told(gramm
 
 
 @pytest.mark.parametrize("step_tokens", [3, 7, 64])
-def test_the_log_probabilities_of_a_prompt_are_those_of_its_tokens(
-    grammars: Grammars, step_tokens: int
-) -> None:
+def test_the_log_probabilities_of_a_prompt_are_those_of_its_tokens(grammars: Grammars, step_tokens: int) -> None:
     prompt = np.random.default_rng(SEED).integers(0, VOCAB, 50).tolist()
     world = World(grammars, blocks=60, step_tokens=step_tokens)
     for id in ("a", "b"):  # the second may not reuse what the first computed
@@ -525,9 +515,7 @@ def test_prompts_are_judged_few_at_a_time(grammars: Grammars) -> None:
 
 def test_a_request_that_has_tokens_is_not_judged_again() -> None:
     params = SamplingParams(max_tokens=5, prompt_logprobs=0)
-    request = Request(
-        owner=0, id="a", attempt=2, prompt=np.array([1, 2, 3], dtype=np.int32), output=[4], params=params
-    )
+    request = Request(owner=0, id="a", attempt=2, prompt=np.array([1, 2, 3], dtype=np.int32), output=[4], params=params)
     assert request.prompt_scored == 3
 
 
@@ -556,7 +544,8 @@ def test_a_call_that_must_be_made_is_marked_with_the_models_own_tokens(special: 
         tokenizer=Tokenizer.load(tmp_path),
         max_model_len=512,
         vocab=VOCAB + 2,
-        fingerprint="",
+        path="",
+        shape=(1, 1),
         created=0,
     )
     tools = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]

@@ -30,9 +30,7 @@ from tests.eaas.reference import choose_experts
 from tests.eaas.test_sample import params_of, request_of
 
 SEED = 20261121
-BF16 = spec_of(
-    dtype=Dtype.BFLOAT16, qkv_bias=True, shared_intermediate=32, shared_gate=True, head_dim=64, layers=2
-)
+BF16 = spec_of(dtype=Dtype.BFLOAT16, qkv_bias=True, shared_intermediate=32, shared_gate=True, head_dim=64, layers=2)
 EXACT = {
     "float32": VARIANTS["sliding windows"],
     "bfloat16": BF16,
@@ -79,14 +77,10 @@ def test_a_row_has_the_same_bits_alone_and_in_a_batch_of_17_lengths(world: World
     lengths = [1, 2, 3, 5, 7, 15, 16, 17, 31, 33, 63, 64, 65, 66, 80, 100, 129]
     sequences = [tokens_of(length, SEED + i) for i, length in enumerate(lengths)]
     alone = [runner.prefill(tokens)[-1] for tokens in sequences]
-    tables = (
-        np.random.Generator(np.random.Philox(key=SEED)).permutation(400)[: 17 * 10].reshape(17, 10).tolist()
-    )
+    tables = np.random.Generator(np.random.Philox(key=SEED)).permutation(400)[: 17 * 10].reshape(17, 10).tolist()
     for start in range(0, 17, 4):
         pieces = [
-            (s[:-1], 0, t)
-            for s, t in zip(sequences[start : start + 4], tables[start:], strict=False)
-            if len(s) > 1
+            (s[:-1], 0, t) for s, t in zip(sequences[start : start + 4], tables[start:], strict=False) if len(s) > 1
         ]
         runner.run(pieces)
     batch = runner.run([([s[-1]], len(s) - 1, t) for s, t in zip(sequences, tables, strict=True)])
@@ -269,9 +263,7 @@ def test_gate_ties_go_to_the_lowest_expert() -> None:
         ("token_ids", [1], "1 tokens, 2 positions and 2 sequences differ"),
     ],
 )
-def test_a_plan_outside_the_limits_is_refused_before_anything_runs(
-    field: str, value: list, message: str
-) -> None:
+def test_a_plan_outside_the_limits_is_refused_before_anything_runs(field: str, value: list, message: str) -> None:
     runner = World.make(spec_of(layers=1), SEED).decoder()
     parts = {
         "token_ids": [1, 2],
@@ -304,6 +296,10 @@ def test_wrong_weights_and_sizes_are_refused() -> None:
         World(world.spec, small, world.experts).decoder()
     with pytest.raises(DecoderError, match="a multiple of 16"):
         world.decoder(block_tokens=24)
+    with pytest.raises(
+        DecoderError, match=r"A KV cache of 100,000,000,000 tokens takes [\d,.]+ GiB.* Lower --kv-tokens: "
+    ):
+        Decoder(world.spec, world.weights, world.decoder().local.backend, [-1], 100_000_000_000 // 16)
 
 
 def test_a_lost_expert_is_an_error_that_leaves_the_decoder_usable() -> None:
@@ -317,9 +313,7 @@ def test_a_lost_expert_is_an_error_that_leaves_the_decoder_usable() -> None:
         left[0] -= 1
         return -1 if left[0] == -1 else real(*arguments)
 
-    backend = ExpertBackend(
-        call=ctypes.cast(sometimes, ctypes.c_void_p).value or 0, state=local.backend.state
-    )
+    backend = ExpertBackend(call=ctypes.cast(sometimes, ctypes.c_void_p).value or 0, state=local.backend.state)
     decoder = Decoder(world.spec, world.weights, backend, [-1], 8)
     tokens = np.array(tokens_of(20, SEED), dtype=np.int32)
     plan = StepPlan(

@@ -148,9 +148,7 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def test_float32_logits_equal_transformers(family: Family) -> None:
     ours = family.runner(Dtype.FLOAT32)
-    definition = ReferenceDecoder(
-        family.spec, family.weights, family.expert, activation=family.shape.activation
-    )
+    definition = ReferenceDecoder(family.spec, family.weights, family.expert, activation=family.shape.activation)
     for length in (1, 17, 300):
         tokens = np.random.default_rng(SEED).integers(0, SIZES["vocab_size"], length)
         with torch.inference_mode():
@@ -178,8 +176,6 @@ def test_bfloat16_errs_no_more_than_transformers(family: Family) -> None:
         theirs = family.theirs.to(torch.bfloat16)(torch.from_numpy(tokens)[None]).logits[0].float().numpy()
     family.theirs.float()
     # A choice that rounding flips early on reaches most later positions; the tenth best has met none.
-    errors = (
-        np.linalg.norm(logits - exact, axis=1) / np.linalg.norm(exact, axis=1) for logits in (ours, theirs)
-    )
+    errors = (np.linalg.norm(logits - exact, axis=1) / np.linalg.norm(exact, axis=1) for logits in (ours, theirs))
     error, bound = (float(np.quantile(part, 0.1)) for part in errors)
     assert error < 1.1 * bound, f"relative error {error}, transformers {bound}, seed {SEED}"

@@ -173,8 +173,6 @@ def test_torch_is_read_and_not_imported(
 ) -> None:
     (tmp_path / "version.py").write_text(stated)
     origin = str(tmp_path / "__init__.py")
-    monkeypatch.setattr(
-        doctor.importlib.util, "find_spec", lambda name: ModuleSpec(name, None, origin=origin)
-    )
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: ModuleSpec(name, None, origin=origin))
     finding = doctor._torch()
     assert finding.usable is usable and words in finding.found

@@ -50,9 +50,7 @@ def test_figures_are_those_of_what_is_packed_and_loaded(
     arch: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    folder = make_model(
-        "tiny", arch, tmp_path / "m", seed=1, dtype="float32" if dtype == "float32" else "bfloat16"
-    )
+    folder = make_model("tiny", arch, tmp_path / "m", seed=1, dtype="float32" if dtype == "float32" else "bfloat16")
     found = examined(folder, dtype)
     assert all(finding.usable for finding in found.values()), found
     checkpoint = Checkpoint.open(folder)
@@ -122,9 +120,7 @@ def test_what_is_not_served_is_named_with_what_is(tmp_path: Path) -> None:
     assert behind_others["weights of experts"].usable
     engine = behind_others["own engine"]
     assert not engine.usable and not engine.required and "only the experts are served" in engine.found
-    quantized = next(
-        f for f in of(quantization_config={"quant_method": "bitsandbytes"}).values() if not f.usable
-    )
+    quantized = next(f for f in of(quantization_config={"quant_method": "bitsandbytes"}).values() if not f.usable)
     assert quantized.required and "bitsandbytes" in quantized.found
 
 
@@ -239,16 +235,11 @@ def test_gpt_oss_in_four_bits_is_checked_layer_by_layer(tmp_path: Path) -> None:
         tensors[f"{name}_blocks"] = torch.zeros(experts, rows, k // 32, 16, dtype=torch.uint8)
         tensors[f"{name}_scales"] = torch.zeros(experts, rows, k // 32, dtype=torch.uint8)
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(
-        json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}})
-    )
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
     save_torch(tensors, folder / "model.safetensors")
     found = examined(folder)
     assert all(finding.usable for finding in found.values()), found
     assert "served in mxfp4" in found["experts"].found
     del tensors["model.layers.1.mlp.experts.down_proj_scales"]
     save_torch(tensors, folder / "model.safetensors")
-    assert (
-        examined(folder)["weights of experts"].found
-        == "no tensor model.layers.1.mlp.experts.down_proj_scales"
-    )
+    assert examined(folder)["weights of experts"].found == "no tensor model.layers.1.mlp.experts.down_proj_scales"

@@ -156,9 +156,7 @@ def chosen_text(choice: dict[str, Any]) -> str:
 
 def dropped(url: str) -> float:
     page = httpx.get(f"{url}/metrics").text
-    return next(
-        float(line.split()[1]) for line in page.splitlines() if line.startswith("eaas_dropped_experts_total")
-    )
+    return next(float(line.split()[1]) for line in page.splitlines() if line.startswith("eaas_dropped_experts_total"))
 
 
 def test_the_switch_is_a_boolean(url: str) -> None:

@@ -88,9 +88,7 @@ def sampled(seed: int) -> dict[str, Any]:
 
 def prompts(count: int, seed: int = 5) -> dict[str, list[int]]:
     source = np.random.default_rng(seed)
-    return {
-        f"p{number}": source.integers(0, VOCAB, source.integers(1, 60)).tolist() for number in range(count)
-    }
+    return {f"p{number}": source.integers(0, VOCAB, source.integers(1, 60)).tolist() for number in range(count)}
 
 
 def alone(prompt: Sequence[int], **params: Any) -> tuple[list[int], list[bytes]]:
@@ -275,9 +273,7 @@ def test_an_owner_that_goes_takes_only_its_own_requests() -> None:
     world = World()
     for owner in (0, 7):
         for id in "ab":
-            message = Submit(
-                id=id, attempt=1, prompt=[1], params=SamplingParams(max_tokens=3, temperature=0.0)
-            )
+            message = Submit(id=id, attempt=1, prompt=[1], params=SamplingParams(max_tokens=3, temperature=0.0))
             assert world.engine.submit(message, owner) is None
             world.tokens[id] = []
     world.step()
@@ -380,9 +376,7 @@ def test_the_first_step_that_meets_lost_experts_holds_up_others_for_no_longer_th
     whole, ended_s = world.decoder.step, dict[str, float]()
 
     def step(plan: StepPlan, deadline_s: float) -> np.ndarray:
-        lost = [
-            row for row in range(len(plan.token_ids)) if plan.token_ids[row] == 1 and not plan.positions[row]
-        ]
+        lost = [row for row in range(len(plan.token_ids)) if plan.token_ids[row] == 1 and not plan.positions[row]]
         if not lost:
             now_s[0] += 0.01
             return whole(plan, deadline_s)
@@ -411,9 +405,7 @@ def test_requests_that_keep_coming_for_lost_experts_hold_up_no_other_for_ever() 
     came_s: dict[str, float] = {}
 
     def step(plan: StepPlan, deadline_s: float) -> np.ndarray:
-        lost = [
-            row for row, position in enumerate(plan.positions) if plan.token_ids[row] == 1 and not position
-        ]
+        lost = [row for row, position in enumerate(plan.positions) if plan.token_ids[row] == 1 and not position]
         if not lost:
             now_s[0] += 0.01
             return whole(plan, deadline_s)

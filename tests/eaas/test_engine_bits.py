@@ -60,9 +60,7 @@ class World:
             ignore_eos=True,
             bad_tokens=self.bad.get(id, ()),
         )
-        refusal = self.engine.submit(
-            Submit(id=id, attempt=1, prompt=prompts()[id], output=output or [], params=params)
-        )
+        refusal = self.engine.submit(Submit(id=id, attempt=1, prompt=prompts()[id], output=output or [], params=params))
         assert refusal is None, refusal
         self.tokens[id] = list(output or [])
 

@@ -13,9 +13,7 @@ from benchmarks.eta import Asked, Outcome, coverage, simulate
 from eaas.gateway.eta import LEVELS, Eta, Lengths, lengths_of, next_poll_s
 
 
-def drawn(
-    seed: int, requests: int, per_s: Callable[[float], float], median: Callable[[float], float]
-) -> list[Asked]:
+def drawn(seed: int, requests: int, per_s: Callable[[float], float], median: Callable[[float], float]) -> list[Asked]:
     """Requests of three kinds whose outputs differ, a third of them with limits that cut many."""
     drawing, at_s, load = random.Random(seed), 0.0, list[Asked]()
     for _ in range(requests):

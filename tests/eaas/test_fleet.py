@@ -43,9 +43,7 @@ def test_counters_never_fall_though_workers_come_and_go() -> None:
         (2, 3, 9),  # over another connection
         (3, 0, 9), (3, 2, 11), (1, 6, 11),
     ):  # fmt: skip
-        ledger.heard(
-            incarnation, WorkerLoad(preemptions=preemptions, looked_up=preemptions, reused=preemptions)
-        )
+        ledger.heard(incarnation, WorkerLoad(preemptions=preemptions, looked_up=preemptions, reused=preemptions))
         assert (ledger.preemptions, ledger.looked_up, ledger.reused) == (total, total, total)
     for incarnation in range(10, 2000):
         ledger.heard(incarnation, WorkerLoad())

@@ -141,9 +141,7 @@ def test_usage_comes_in_a_last_chunk_without_choices_when_asked(url: str, path: 
     assert all(chunk["usage"] is None for chunk in chunks)
 
 
-def test_choices_and_prompts_of_one_request_are_drawn_apart(
-    client: openai.OpenAI, worker: FakeWorker
-) -> None:
+def test_choices_and_prompts_of_one_request_are_drawn_apart(client: openai.OpenAI, worker: FakeWorker) -> None:
     worker.submits.clear()
     reply = client.completions.create(model="tiny", prompt=["ab", "xyz"], n=2, max_tokens=4)
     assert [choice.index for choice in reply.choices] == [0, 1, 2, 3]
@@ -200,9 +198,7 @@ def test_every_sampling_parameter_reaches_the_worker(url: str, worker: FakeWorke
         "frequency_penalty": -0.3, "repetition_penalty": 1.1, "min_tokens": 2, "max_tokens": 4,
         "ignore_eos": True, "stop_token_ids": [9],
     }  # fmt: skip
-    reply = httpx.post(
-        f"{url}/v1/completions", json={"model": "tiny", "prompt": "abc", "unknown": 1, **given}
-    )
+    reply = httpx.post(f"{url}/v1/completions", json={"model": "tiny", "prompt": "abc", "unknown": 1, **given})
     assert reply.status_code == 200, reply.text
     params = worker.submits[-1].params
     for name, value in given.items():
@@ -249,12 +245,8 @@ def test_an_echo_comes_first_and_alone_costs_no_completion(client: openai.OpenAI
     alone = client.completions.create(model="tiny", prompt="Hi", max_tokens=0, echo=True)
     assert alone.choices[0].text == "Hi" and alone.choices[0].finish_reason == "length"
     assert alone.usage is not None and alone.usage.completion_tokens == 0
-    stream = client.completions.create(
-        model="tiny", prompt="Hi", max_tokens=3, echo=True, stream=True, stop="iH"
-    )
-    assert "".join(chunk.choices[0].text for chunk in stream) == "HiH", (
-        "a stop string is sought in the output alone"
-    )
+    stream = client.completions.create(model="tiny", prompt="Hi", max_tokens=3, echo=True, stream=True, stop="iH")
+    assert "".join(chunk.choices[0].text for chunk in stream) == "HiH", "a stop string is sought in the output alone"
 
 
 def test_a_seed_is_drawn_for_each_request_that_gives_none(client: openai.OpenAI, worker: FakeWorker) -> None:
@@ -315,9 +307,7 @@ def test_withheld_text_appears_when_no_stop_string_comes(client: openai.OpenAI) 
 
 
 def test_stop_strings_count_only_after_min_tokens(client: openai.OpenAI) -> None:
-    reply = client.completions.create(
-        model="tiny", prompt="ab", max_tokens=20, stop="ab", extra_body={"min_tokens": 5}
-    )
+    reply = client.completions.create(model="tiny", prompt="ab", max_tokens=20, stop="ab", extra_body={"min_tokens": 5})
     assert (reply.choices[0].text, reply.choices[0].finish_reason) == ("ababab", "stop")
 
 
@@ -454,13 +444,9 @@ def test_a_gateway_is_a_member_whose_lease_carries_its_load_and_joins_again_when
 def test_a_router_that_does_not_answer_is_shown_with_its_last_process() -> None:
     router = FakeRouter()
     views = RouterViews(router.address)
-    assert views.snapshot().routers == (
-        RouterStatus(pid=router.pid, address=router.address, state="serving"),
-    )
+    assert views.snapshot().routers == (RouterStatus(pid=router.pid, address=router.address, state="serving"),)
     router.stop()
-    assert views.snapshot().routers == (
-        RouterStatus(pid=router.pid, address=router.address, state="unreachable"),
-    )
+    assert views.snapshot().routers == (RouterStatus(pid=router.pid, address=router.address, state="unreachable"),)
     views.close()
 
 
@@ -486,9 +472,7 @@ def test_the_gateway_does_not_load_torch(tmp_path: Path) -> None:
     import sys
 
     code = "import sys, eaas.gateway.__main__; print('torch' in sys.modules)"
-    assert (
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"
-    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"
 
 
 BATCH = "/v1/chat/completions/batch"
@@ -505,9 +489,7 @@ def test_a_batch_of_conversations_has_a_choice_for_each(url: str, worker: FakeWo
     # A worker of these tests repeats its prompt.
     said = [(choice["index"], choice["message"]["content"]) for choice in reply["choices"]]
     assert said == [(0, prompts[0][:9]), (1, prompts[1][:9])]
-    assert all(
-        len(choice["logprobs"]["content"]) == len(choice["token_ids"]) == 9 for choice in reply["choices"]
-    )
+    assert all(len(choice["logprobs"]["content"]) == len(choice["token_ids"]) == 9 for choice in reply["choices"])
     assert reply["usage"] == {
         "prompt_tokens": sum(map(len, prompts)), "completion_tokens": 18,
         "total_tokens": sum(map(len, prompts)) + 18,

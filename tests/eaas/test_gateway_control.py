@@ -62,7 +62,7 @@ def test_a_pause_that_keeps_has_everybody_wait_and_loses_no_token(
     sent = worker.sent
     with ThreadPoolExecutor(1) as pool:
         late = pool.submit(httpx.post, f"{url}/v1/completions", json=BODY, timeout=30)
-        eventually(lambda: b"eaas_waiting 3.0" in httpx.get(f"{url}/metrics").content, "all wait")
+        eventually(lambda: b'eaas_waiting{model="tiny"} 3.0' in httpx.get(f"{url}/metrics").content, "all wait")
         assert paused(url) and worker.sent == sent and not running.done()
         assert httpx.post(f"{url}/resume").json() == {"status": "resumed"} and not paused(url)
         assert [(whole(text), end) for text, end in choices_of(running)] == [(True, "length")] * 2
@@ -106,12 +106,13 @@ def test_requests_are_aborted_by_the_names_that_their_clients_gave(
     assert httpx.post(url + path, json={"request_ids": []}).json()["aborted"] == 0
 
 
-def test_all_requests_are_aborted_by_the_route_for_that_alone(
-    url: str, running: Future[httpx.Response]
-) -> None:
+def test_all_requests_are_aborted_by_the_route_for_that_alone(url: str, running: Future[httpx.Response]) -> None:
     refused = httpx.post(f"{url}/inference/v1/abort_requests", json={})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "request_ids")
     assert httpx.post(f"{url}/inference/v1/abort_requests", json={"request_ids": []}).json()["aborted"] == 0
+    # A slip in the name of the field ends nothing.
+    refused = httpx.post(f"{url}/abort_requests", json={"request_id": ["mine"]})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "request_id")
     assert not running.done()
     assert httpx.post(f"{url}/abort_requests", json={}).json()["aborted"] == 1
     assert [end for _, end in choices_of(running)] == ["abort", "abort"]
@@ -151,9 +152,7 @@ def test_a_pool_is_scaled_by_the_router(world: World, url: str) -> None:
     assert len(world.router.scaled) == 2
 
 
-@pytest.mark.parametrize(
-    "path", ["/pause", "/resume", "/abort_requests", "/reset_prefix_cache", "/scale_elastic_ep"]
-)
+@pytest.mark.parametrize("path", ["/pause", "/resume", "/abort_requests", "/reset_prefix_cache", "/scale_elastic_ep"])
 def test_a_page_of_another_origin_changes_nothing(url: str, path: str) -> None:
     reply = httpx.post(url + path, headers={"origin": "http://evil.example"})
     assert (reply.status_code, reply.json()["error"]["code"]) == (403, "other_origin")

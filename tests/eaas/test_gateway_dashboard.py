@@ -65,7 +65,7 @@ def complete(url: str, **body: object) -> httpx.Response:
 def choices(url: str) -> dict[str, float]:
     """How many choices have ended, and how many of them were good, as /metrics says."""
     scraped = httpx.get(f"{url}/metrics").text
-    found = re.findall(r"^eaas_choices_(ended|good)_total (\S+)", scraped, re.M)
+    found = re.findall(r"^eaas_choices_(ended|good)_total\{.*\} (\S+)", scraped, re.M)
     assert len(found) == 2, scraped
     return {word: float(count) for word, count in found}
 

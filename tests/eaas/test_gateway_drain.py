@@ -56,9 +56,7 @@ class Client:
     def ask(self, tokens: int = 1) -> http.client.HTTPResponse:
         """The reply, once its body has begun."""
         body = {"model": "tiny", "prompt": "abc", "max_tokens": tokens, "stream": True}
-        self.connection.request(
-            "POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"}
-        )
+        self.connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
         return self.connection.getresponse()
 
 

@@ -50,9 +50,7 @@ def test_a_client_of_http_1_0_gets_its_answer_without_chunks(url: str, stream: b
     head, _, body = rest(asked(url, {**LONG, "stream": stream}, "1.0")).partition(b"\r\n\r\n")
     assert b"transfer-encoding" not in head.lower() and b"connection: close" in head.lower()
     if stream:
-        ids, lines = (
-            [line for line in body.split(b"\n") if line.startswith(of)] for of in (b"id: ", b"data: ")
-        )
+        ids, lines = ([line for line in body.split(b"\n") if line.startswith(of)] for of in (b"id: ", b"data: "))
         assert len(ids) == len(lines) == body.count(b"\n\n") and lines[-1] == b"data: [DONE]"
         body = b"".join(json.loads(line[6:])["choices"][0]["text"].encode() for line in lines[:-1])
     else:

@@ -39,9 +39,7 @@ def worker(world: World) -> FakeWorker:
 
 @pytest.fixture(scope="module")
 def url(world: World, worker: FakeWorker) -> Iterator[str]:
-    with gateway_url(
-        world, "--max-body-bytes", str(LIMIT), "--max-requests", "3", "--deadline-s", "1"
-    ) as url:
+    with gateway_url(world, "--max-body-bytes", str(LIMIT), "--max-requests", "3", "--deadline-s", "1") as url:
         yield url
 
 
@@ -62,13 +60,9 @@ def refused(url: str, path: str, status: int = 400, **fields: Any) -> dict[str, 
 
 
 @pytest.mark.parametrize("path", [CHAT, PLAIN])
-@pytest.mark.parametrize(
-    "body", ["", "{", "[1", '{"model": tiny}', '{"model": "tiny", "prompt": "\\ud800"}', "\xff"]
-)
+@pytest.mark.parametrize("body", ["", "{", "[1", '{"model": tiny}', '{"model": "tiny", "prompt": "\\ud800"}', "\xff"])
 def test_malformed_json_is_a_400(url: str, path: str, body: str) -> None:
-    reply = httpx.post(
-        f"{url}{path}", content=body.encode("latin-1"), headers={"content-type": "application/json"}
-    )
+    reply = httpx.post(f"{url}{path}", content=body.encode("latin-1"), headers={"content-type": "application/json"})
     error = error_of(reply, 400)
     assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_json")
 
@@ -84,9 +78,7 @@ def test_json_that_is_no_object_is_a_400(url: str, body: str) -> None:
     assert "object" in error_of(reply, 400)["message"]
 
 
-@pytest.mark.parametrize(
-    "kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", None]
-)
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", None])
 def test_another_content_type_is_a_415(url: str, kind: str | None) -> None:
     headers = {"content-type": kind} if kind else {}
     error = error_of(httpx.post(f"{url}{PLAIN}", content=b"{}", headers=headers), 415)
@@ -225,9 +217,7 @@ def test_more_of_prompts_than_is_kept_is_a_400(url: str, field: str) -> None:
     assert error["param"] == field and "268800" in error["message"], error
 
 
-def test_minus_one_asks_for_the_whole_vocabulary_where_the_server_allows_it(
-    world: World, worker: FakeWorker
-) -> None:
+def test_minus_one_asks_for_the_whole_vocabulary_where_the_server_allows_it(world: World, worker: FakeWorker) -> None:
     vocab, most = 260, 1 << 18
     content: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "top_logprobs": -1}
     with gateway_url(world, "--max-logprobs=-1") as url:
@@ -341,6 +331,24 @@ def test_a_fault_in_mid_stream_is_an_error_event_and_no_done(url: str, worker: F
         "error": {"message": "no replica", "type": "overloaded_error", "param": None, "code": "expert_lost"}
     }
     assert not any("[DONE]" in line or '"finish_reason":"' in line for line in rest)
+
+
+def test_a_pool_that_was_scaled_to_nothing_is_not_said_to_be_restored(
+    world: World, url: str, worker: FakeWorker
+) -> None:
+    world.router.expert_classes = ()
+    worker.refuse = lambda it: Failed(
+        id=it.id, attempt=it.attempt, code="expert_lost", message="no replica", retryable=True
+    )
+    try:
+        world.router.show(worker)
+        eventually(lambda: "expert/" not in httpx.get(f"{url}/status").text, "no expert server")
+        reply = httpx.post(f"{url}{PLAIN}", json={"prompt": "ab"})
+    finally:
+        world.router.expert_classes, worker.refuse = ("",), lambda _: None
+        world.router.show(worker)
+    said = error_of(reply, 503)["message"]
+    assert "No expert server is in the pool. Where it was scaled to 0" in said and "`eaas scale expert 2`" in said
 
 
 def test_the_openai_client_raises_on_a_fault_in_mid_stream(url: str, worker: FakeWorker) -> None:

@@ -105,9 +105,7 @@ def test_many_streams_survive_random_kills_unchanged(
             assert result.result() == expected(150, prompt), f"seed {seed} {prompt}"
 
 
-def test_choices_that_are_not_streamed_survive_a_kill_too(
-    url: str, workers: Callable[..., list[FakeWorker]]
-) -> None:
+def test_choices_that_are_not_streamed_survive_a_kill_too(url: str, workers: Callable[..., list[FakeWorker]]) -> None:
     pair = workers(2, step_s=0.003)
     body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 80, "n": 4}
     with ThreadPoolExecutor(1) as threads:
@@ -187,9 +185,7 @@ def test_a_gap_in_the_indexes_moves_the_choice_to_another_worker(
     assert texts == expected(60)
 
 
-def test_an_overloaded_worker_hands_the_request_on(
-    url: str, workers: Callable[..., list[FakeWorker]]
-) -> None:
+def test_an_overloaded_worker_hands_the_request_on(url: str, workers: Callable[..., list[FakeWorker]]) -> None:
     first, second = workers(2)
 
     def full(submit: Submit) -> Failed:
@@ -246,9 +242,7 @@ def test_a_worker_that_could_not_take_a_choice_once_is_asked_again(
         if refused:
             return None
         refused.append(submit.id)
-        return Failed(
-            id=submit.id, attempt=submit.attempt, code="shutting_down", message="it stops", retryable=True
-        )
+        return Failed(id=submit.id, attempt=submit.attempt, code="shutting_down", message="it stops", retryable=True)
 
     only.refuse = refuse
     assert list(stream(url, 9)) == expected(9)
@@ -299,9 +293,7 @@ def test_a_request_that_brings_down_every_worker_takes_no_other_with_it(
 def test_a_worker_with_another_model_is_never_used(url: str, world: World) -> None:
     wrong, right = world.worker(model_hash="0" * 64), world.worker()
     world.router.show(wrong, right)
-    eventually(
-        lambda: status_of(url)["gateway"]["attention_workers"] == [right.name], "the right worker alone"
-    )
+    eventually(lambda: status_of(url)["gateway"]["attention_workers"] == [right.name], "the right worker alone")
     for _ in range(4):
         assert list(stream(url, 3)) == expected(3)
     assert not wrong.submits
@@ -327,7 +319,7 @@ def test_another_numerics_class_is_a_last_resort_and_is_told(
                     only.stop()
     assert len(set(prints)) == 2
     assert prints == sorted(prints, key=prints.index), "it changes once"
-    assert "eaas_class_crossings_total 1.0" in httpx.get(f"{url}/metrics").text
+    assert 'eaas_class_crossings_total{model="tiny"} 1.0' in httpx.get(f"{url}/metrics").text
 
 
 @pytest.mark.parametrize("code", ["expert_lost", "class_lost"])
@@ -388,14 +380,10 @@ def give_up(worker: FakeWorker, code: str) -> int:
 def crossings(url: str) -> float:
     """Choices that went on in another class, so far."""
     text = httpx.get(f"{url}/metrics").text
-    return float(
-        next(line.split()[-1] for line in text.splitlines() if line.startswith("eaas_class_crossings_total "))
-    )
+    return float(next(line.split()[-1] for line in text.splitlines() if line.startswith("eaas_class_crossings_total{")))
 
 
-def test_new_work_goes_to_the_worker_with_the_least(
-    url: str, workers: Callable[..., list[FakeWorker]]
-) -> None:
+def test_new_work_goes_to_the_worker_with_the_least(url: str, workers: Callable[..., list[FakeWorker]]) -> None:
     first, second = workers(2, frozen=True)
     body = {"model": "tiny", "max_tokens": 10}
     with ThreadPoolExecutor(8) as threads:
@@ -421,9 +409,7 @@ def test_a_draining_worker_gets_no_new_work_and_finishes_what_it_has(
         texts.append(text)
         if len(texts) == 10:
             world.router.show(first, second, **{first.name.replace("/", "_"): "draining"})
-            eventually(
-                lambda: second.name in status_of(url)["gateway"]["attention_workers"], "the second worker"
-            )
+            eventually(lambda: second.name in status_of(url)["gateway"]["attention_workers"], "the second worker")
             assert list(stream(url, 3)) == expected(3)
             assert len(second.submits) == 1
     assert texts == expected(80)
@@ -435,9 +421,7 @@ def test_a_client_that_goes_away_is_cancelled_at_once(
     url: str, workers: Callable[..., list[FakeWorker]], streamed: bool
 ) -> None:
     (worker,) = workers(1, step_s=0.01)
-    body = json.dumps(
-        {"model": "tiny", "prompt": "abc", "max_tokens": 5000, "stream": streamed, "n": 2}
-    ).encode()
+    body = json.dumps({"model": "tiny", "prompt": "abc", "max_tokens": 5000, "stream": streamed, "n": 2}).encode()
     host, _, port = url.removeprefix("http://").partition(":")
     lines = [
         f"POST {PLAIN} HTTP/1.1",
@@ -460,9 +444,7 @@ def test_a_client_that_goes_away_is_cancelled_at_once(
 
 
 @pytest.mark.alone
-def test_a_slow_reader_stalls_only_itself_and_is_ended(
-    url: str, workers: Callable[..., list[FakeWorker]]
-) -> None:
+def test_a_slow_reader_stalls_only_itself_and_is_ended(url: str, workers: Callable[..., list[FakeWorker]]) -> None:
     (worker,) = workers(1, step_s=0.0002)
     # Twenty alternatives make each token's event about 2 KB: far more than the sockets' buffers take.
     body = json.dumps(
@@ -475,9 +457,7 @@ def test_a_slow_reader_stalls_only_itself_and_is_ended(
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     connection.connect((host, int(port)))
-    head = (
-        "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: "
-    )
+    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: "
     connection.sendall(f"{head}{len(body)}\r\n\r\n".encode() + body)
     eventually(lambda: worker.submits, "the slow request")
     began_s = time.monotonic()

@@ -53,14 +53,10 @@ def view_of(*workers: FakeWorker, draining: Iterable[FakeWorker] = ()) -> View:
 
 def sequence_of(text: str, tokens: int) -> tuple[Generation, Sequence]:
     generation = Generation(on_change=lambda: None)
-    choice = Choice(
-        generation=generation, index=0, detokenizer=Letters(), matcher=None, min_tokens=0, names=None
-    )
+    choice = Choice(generation=generation, index=0, detokenizer=Letters(), matcher=None, min_tokens=0, names=None)
     prompt = [ord(letter) for letter in text]
     params = SamplingParams(max_tokens=tokens)
-    return generation, Sequence(
-        id=text[:64], prompt=prompt, params=params, choice=choice, generation=generation
-    )
+    return generation, Sequence(id=text[:64], prompt=prompt, params=params, choice=choice, generation=generation)
 
 
 async def until(condition, what: str) -> None:
@@ -365,6 +361,49 @@ def test_what_a_drain_moved_goes_back_when_the_drain_is_taken_back() -> None:
         pool.close()
 
     asyncio.run(scenario())
+
+
+def test_it_warns_of_workers_that_are_lost_and_not_of_those_that_go_in_order(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def said() -> list[tuple[str, str]]:
+        found = [
+            (record.levelname, " ".join(record.getMessage().split()[:2]))
+            for record in caplog.records
+            if record.name.startswith("eaas.gateway")
+        ]
+        caplog.clear()
+        return found
+
+    async def scenario() -> None:
+        pool = WorkerPool(GatewayConfig(deadline_s=30), GatewayMetrics())
+        workers = _, drained, refuses, last = [await worker_of(number) for number in range(1, 5)]
+        for worker in workers:
+            worker.frozen = True
+        pool.apply_view(view_of(*workers))
+        await until(lambda: len(pool.links()) == 4, "four links")
+        for number in range(4):
+            pool.submit(sequence_of(f"request {number}", 5)[1])
+        await until(lambda: all(worker.submits for worker in workers), "one each")
+        said()
+        pool.apply_view(view_of(drained, refuses, last))
+        assert said() == [("WARNING", "worker_lost name=attention/1"), ("WARNING", "replay name=attention/1")]
+        link = next(link for link in pool.links() if link.name == refuses.name)
+        pool.failed(
+            link,
+            Failed(id=refuses.submits[0].id, attempt=1, code="shutting_down", message="bye", retryable=True),
+        )
+        assert [(level, text.split()[0]) for level, text in said()] == [("INFO", "choice_failed")]
+        pool.apply_view(view_of(drained, refuses, last, draining=[drained]))
+        pool.apply_view(view_of(refuses, last))
+        pool.close()
+        told = said()
+        assert {level for level, _ in told} == {"INFO"}, told
+        names = [text for _, text in told if text.startswith("worker_lost")]
+        assert sorted(names) == [f"worker_lost name=attention/{number}" for number in (2, 3, 4)]
+
+    with caplog.at_level("INFO"):
+        asyncio.run(scenario())
 
 
 def test_a_worker_whose_drain_was_taken_back_is_like_any_other() -> None:

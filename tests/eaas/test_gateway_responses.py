@@ -72,9 +72,7 @@ def test_a_response_that_ends_by_itself_is_completed(client: openai.OpenAI, says
     assert item.type == "message" and (item.status, item.role) == ("completed", "assistant")
 
 
-def test_items_of_every_supported_kind_reach_the_template(
-    client: openai.OpenAI, worker: FakeWorker, says: Any
-) -> None:
+def test_items_of_every_supported_kind_reach_the_template(client: openai.OpenAI, worker: FakeWorker, says: Any) -> None:
     says("ok")
     client.responses.create(
         model="tiny",
@@ -137,9 +135,7 @@ def test_an_empty_answer_is_still_a_message(client: openai.OpenAI, says: Any) ->
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_calls_are_items_of_their_own(
-    client: openai.OpenAI, worker: FakeWorker, says: Any, stream: bool
-) -> None:
+def test_calls_are_items_of_their_own(client: openai.OpenAI, worker: FakeWorker, says: Any, stream: bool) -> None:
     says("Look:" + CALL)
     request: dict[str, Any] = {"model": "tiny", "input": "hi", "tools": [TOOL]}
     if stream:
@@ -237,9 +233,7 @@ def test_what_is_over_or_was_never_there_cannot_be_had(client: openai.OpenAI, sa
         list(client.responses.input_items.list("resp_none"))
 
 
-def test_a_fault_in_mid_stream_is_the_failed_event_and_raises(
-    client: openai.OpenAI, worker: FakeWorker
-) -> None:
+def test_a_fault_in_mid_stream_is_the_failed_event_and_raises(client: openai.OpenAI, worker: FakeWorker) -> None:
     worker.step_s = 0.02
     seen: list[Any] = []
     try:

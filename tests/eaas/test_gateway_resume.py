@@ -50,9 +50,7 @@ def ask(url: str, path: str, body: dict[str, Any], after: str = "", **headers: s
     headers |= {"last-event-id": after} if after else {}
     # Some clients escape every letter that others write as it is: the same bytes are the same request.
     sent = json.dumps({"model": "tiny", "stream": True, **body}).encode()
-    return httpx.post(
-        f"{url}{path}", content=sent, timeout=20, headers={"content-type": "application/json", **headers}
-    )
+    return httpx.post(f"{url}{path}", content=sent, timeout=20, headers={"content-type": "application/json", **headers})
 
 
 def events_of(reply: httpx.Response) -> list[str]:
@@ -107,9 +105,7 @@ REQUESTS: list[tuple[str, str, dict[str, Any], str | None]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "says"), [one[1:] for one in REQUESTS], ids=[one[0] for one in REQUESTS]
-)
+@pytest.mark.parametrize(("path", "body", "says"), [one[1:] for one in REQUESTS], ids=[one[0] for one in REQUESTS])
 def test_a_stream_cut_at_any_event_goes_on_at_another_gateway_bit_for_bit(
     urls: list[str], worker: FakeWorker, path: str, body: dict[str, Any], says: str | None
 ) -> None:
@@ -124,9 +120,7 @@ def test_a_stream_cut_at_any_event_goes_on_at_another_gateway_bit_for_bit(
             rest = events_of(ask(urls[1], path, body, id))
             if several:
                 before = parts(whole[: number + 1])
-                assert {c: before.get(c, []) + parts(rest).get(c, []) for c in parts(whole)} == parts(
-                    whole
-                ), event
+                assert {c: before.get(c, []) + parts(rest).get(c, []) for c in parts(whole)} == parts(whole), event
             else:
                 assert rest == whole[number + 1 :], event
     finally:
@@ -168,8 +162,7 @@ def test_clients_read_events_that_have_ids(urls: list[str]) -> None:
     )
     assert sum(bool(chunk.choices[0].delta.content) for chunk in chunks) == 9
     assert [
-        event.type
-        for event in client.responses.create(model="tiny", input="hi", max_output_tokens=3, stream=True)
+        event.type for event in client.responses.create(model="tiny", input="hi", max_output_tokens=3, stream=True)
     ][-1] == "response.incomplete"
 
 
@@ -251,11 +244,7 @@ def test_a_stream_goes_on_in_its_numerics_class_or_not_at_all(
             "the other",
         )
         reply = ask(urls[1], PLAIN, body, id_of(whole[3]))
-        assert (
-            reply.status_code == 409
-            and worker.numerics_class in reply.text
-            and other.numerics_class in reply.text
-        )
+        assert reply.status_code == 409 and worker.numerics_class in reply.text and other.numerics_class in reply.text
     finally:
         world.router.show(worker)
         other.stop()
@@ -284,9 +273,7 @@ def test_a_stream_that_crossed_classes_or_lost_experts_is_not_gone_on_with(
     try:
         world.router.show(first)
         eventually(lambda: ask(urls[0], PLAIN, {**body, "max_tokens": 1}) and first.submits, "the first")
-        with httpx.stream(
-            "POST", f"{urls[0]}{PLAIN}", json={"model": "tiny", "stream": True, **body}
-        ) as reply:
+        with httpx.stream("POST", f"{urls[0]}{PLAIN}", json={"model": "tiny", "stream": True, **body}) as reply:
             for piece in reply.iter_text():
                 heard += piece
                 if heard.count("\n\n") == 5:
@@ -297,9 +284,7 @@ def test_a_stream_that_crossed_classes_or_lost_experts_is_not_gone_on_with(
             f"{urls[1]}{PLAIN}", content=sent,
             headers={"content-type": "application/json", "last-event-id": ids[-1]},
         )  # fmt: skip
-        assert (
-            reply.status_code == 409 and "crossed from cpu-f32-fma-1 to cpu-bf16-vdpbf16-1" in reply.text
-        ), reply.text
+        assert reply.status_code == 409 and "crossed from cpu-f32-fma-1 to cpu-bf16-vdpbf16-1" in reply.text, reply.text
     finally:
         world.router.show(worker)
         first.stop()

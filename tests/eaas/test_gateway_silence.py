@@ -135,9 +135,7 @@ def test_past_the_deadline_a_silent_worker_is_left_for_another_class() -> None:
         await until(lambda: generation.ended, "the end")
         assert generation.finished_choices()[0].text == TEXT * 10
         assert pool.metrics.class_crossings == 1
-        assert workers[0].submits[0].key == "known" and not other.submits[-1].key, (
-            "nobody joins what is of two classes"
-        )
+        assert workers[0].submits[0].key == "known" and not other.submits[-1].key, "nobody joins what is of two classes"
 
     in_a_pool(scenario, 1, deadline_s=1.0)
 
@@ -206,9 +204,7 @@ def test_the_gateways_own_stall_is_nobodys_silence() -> None:
 def test_a_full_worker_is_asked_again_for_what_has_begun_and_refuses_what_has_not() -> None:
     async def scenario(pool: WorkerPool, workers: list[FakeWorker]) -> None:
         def overloaded(submit: Submit) -> Failed:
-            return Failed(
-                id=submit.id, attempt=submit.attempt, code="overloaded", message="full", retryable=True
-            )
+            return Failed(id=submit.id, attempt=submit.attempt, code="overloaded", message="full", retryable=True)
 
         generation, sequence = sequence_of(TEXT, 60)
         pool.submit(sequence)
@@ -247,9 +243,7 @@ def test_a_worker_of_another_protocol_is_not_used_and_the_log_says_why(
         assert not newer.submits
 
     in_a_pool(scenario, 1)
-    assert (
-        f"it speaks protocol {PROTOCOL + 1}, this gateway {PROTOCOL}; start both from the same" in caplog.text
-    )
+    assert f"it speaks protocol {PROTOCOL + 1}, this gateway {PROTOCOL}; start both from the same" in caplog.text
 
 
 # -- the bound itself

@@ -34,16 +34,13 @@ def test_matches_the_definition_whatever_the_token_boundaries(seed: int) -> None
     for trial in range(400):
         text = "".join(source.choice("abc") for _ in range(source.randint(0, 24)))
         stops = [
-            "".join(source.choice("abc") for _ in range(source.randint(1, 5)))
-            for _ in range(source.randint(1, 4))
+            "".join(source.choice("abc") for _ in range(source.randint(1, 5))) for _ in range(source.randint(1, 4))
         ]
         matcher = StopMatcher(StopAutomaton(stops))
         shown = "".join(matcher.push(piece) for piece in pieces_of(text, source))
         stopped = matcher.stopped
         shown += matcher.flush()
-        assert (shown, stopped) == shown_by_the_definition(text, stops), (
-            f"seed {seed} trial {trial} {text} {stops}"
-        )
+        assert (shown, stopped) == shown_by_the_definition(text, stops), f"seed {seed} trial {trial} {text} {stops}"
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -78,7 +78,7 @@ def test_who_has_every_place_keeps_nobody_out(gateway: GatewayProcess, worker: F
         with ThreadPoolExecutor(MOST + 2) as threads:
 
             def running(count: int) -> None:
-                line = f"eaas_running {count}"
+                line = f'eaas_running{{model="tiny"}} {count}'
                 eventually(lambda: line in httpx.get(gateway.url + "/metrics").text, line)
 
             replies = [threads.submit(ask, gateway.url, "flood") for _ in range(MOST)]
@@ -87,9 +87,7 @@ def test_who_has_every_place_keeps_nobody_out(gateway: GatewayProcess, worker: F
             replies.append(threads.submit(ask, gateway.url, "other"))
             running(MOST + 1)
             refused = ask(gateway.url, "third")
-            assert refused.status_code == 429 and "retry-after" in refused.headers, (
-                "an eighth above is the most"
-            )
+            assert refused.status_code == 429 and "retry-after" in refused.headers, "an eighth above is the most"
             worker.frozen = False
             assert [reply.result().status_code for reply in replies] == [200] * (MOST + 1)
         assert ask(gateway.url, "third").status_code == 200

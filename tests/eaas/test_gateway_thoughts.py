@@ -92,9 +92,7 @@ def test_a_chats_thoughts_are_beside_its_content_whole_and_streamed(
     assert choice.finish_reason == ("tool_calls" if called else "stop")
     calls = choice.message.tool_calls or []
     assert [json.loads(call.function.arguments) for call in calls] == [ARGUMENTS] * called
-    *chunks, usage = chat(
-        client, tools=[LOOK], stream=True, stream_options={"include_usage": True}, logprobs=True
-    )
+    *chunks, usage = chat(client, tools=[LOOK], stream=True, stream_options={"include_usage": True}, logprobs=True)
     assert usage.usage.completion_tokens == len(said.encode()) + 1
     deltas = [chunk.choices[0].delta for chunk in chunks]
     assert "".join(thoughts_of(delta) or "" for delta in deltas) == THOUGHT[:-1]
@@ -171,9 +169,7 @@ def marked_url(world: World, worker: FakeWorker) -> Iterator[str]:
         yield url
 
 
-def test_whatever_language_is_accepted_is_so_with_thoughts_before_it(
-    marked_url: str, worker: FakeWorker
-) -> None:
+def test_whatever_language_is_accepted_is_so_with_thoughts_before_it(marked_url: str, worker: FakeWorker) -> None:
     def ask(schema: Any) -> tuple[int, str]:
         body = {"messages": [USER], "max_tokens": 1, "structured_outputs": {"json": schema}}
         reply = httpx.post(f"{marked_url}/v1/chat/completions", json=body, timeout=60)
@@ -184,9 +180,7 @@ def test_whatever_language_is_accepted_is_so_with_thoughts_before_it(
         return reply.status_code, reply.json()["error"]["message"]
 
     assert ask(True)[1].endswith('"key_separator":": "}}') and ask(False)[1].endswith("%json false")
-    assert ask({"x-guidance": {"key_separator": "="}})[1].endswith(
-        '%json {"x-guidance":{"key_separator":"="}}'
-    )
+    assert ask({"x-guidance": {"key_separator": "="}})[1].endswith('%json {"x-guidance":{"key_separator":"="}}')
     names = [f"{number:06}" for number in range(7000)]
     assert ask({"enum": names})[0] == 200, "written no longer than it was given"
     status, message = ask({"enum": [*names, "x" * (MAX_GRAMMAR_BYTES - len('{"enum":[]}') - 9 * 7000 - 2)]})
@@ -221,9 +215,7 @@ def test_a_responses_thoughts_are_an_item_of_their_own(client: openai.OpenAI, sa
     assert done == [THOUGHT[:-1]]
 
 
-def test_messages_say_whether_the_model_is_to_think(
-    url: str, worker: FakeWorker, client: openai.OpenAI
-) -> None:
+def test_messages_say_whether_the_model_is_to_think(url: str, worker: FakeWorker, client: openai.OpenAI) -> None:
     client_of_messages = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
     for thinking, ended in (("enabled", False), ("disabled", True)):
         asked: Any = {"type": thinking, **({"budget_tokens": 1024} if thinking == "enabled" else {})}

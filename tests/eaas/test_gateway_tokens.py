@@ -117,9 +117,7 @@ def test_the_prompt_comes_back_where_it_is_wanted(url: str) -> None:
         ({"max_tokens": 10**6}, {}, "maximum context length"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(
-    url: str, sampling: dict[str, Any], more: dict[str, Any], said: str
-) -> None:
+def test_what_cannot_be_is_refused_by_name(url: str, sampling: dict[str, Any], more: dict[str, Any], said: str) -> None:
     reply = ask(url, sampling, **more)
     assert reply.status_code in (400, 404), reply.text
     assert said in reply.json()["error"]["message"], reply.text

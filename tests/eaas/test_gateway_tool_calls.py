@@ -44,17 +44,13 @@ CASES: list[tuple[CallStyle, str, str, Calls]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("style", "text", "words", "calls"), CASES, ids=[text[:40] for _, text, _, _ in CASES]
-)
+@pytest.mark.parametrize(("style", "text", "words", "calls"), CASES, ids=[text[:40] for _, text, _, _ in CASES])
 def test_calls_and_words_are_told_apart(style: CallStyle, text: str, words: str, calls: Calls) -> None:
     output = read_output(Reading(calls=style), text)
     assert (output[0], [(begun.name, arguments) for begun, arguments in output[2]]) == (words, calls)
 
 
-@pytest.mark.parametrize(
-    ("style", "text", "words", "calls"), CASES, ids=[text[:40] for _, text, _, _ in CASES]
-)
+@pytest.mark.parametrize(("style", "text", "words", "calls"), CASES, ids=[text[:40] for _, text, _, _ in CASES])
 def test_the_cut_of_the_text_changes_nothing(style: CallStyle, text: str, words: str, calls: Calls) -> None:
     for seed in range(50):
         chance = random.Random(seed)
@@ -103,9 +99,7 @@ def test_text_that_only_begins_like_a_call_waits_no_longer_than_it_must() -> Non
         (HERMES, "<tool_call>maybe", "<tool_call>maybe"),
     ],
 )
-def test_what_a_limit_cut_off_while_it_became_a_call_is_no_text(
-    style: CallStyle, text: str, words: str
-) -> None:
+def test_what_a_limit_cut_off_while_it_became_a_call_is_no_text(style: CallStyle, text: str, words: str) -> None:
     assert read_output(Reading(calls=style), text, cut=True)[0] == words
 
 

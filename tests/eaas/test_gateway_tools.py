@@ -214,9 +214,7 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("name", "fields"), WRONG, ids=[f"{n}-{i}" for i, (n, _) in enumerate(WRONG)])
-def test_what_cannot_be_served_is_a_400_that_names_the_field(
-    url: str, name: str, fields: dict[str, Any]
-) -> None:
+def test_what_cannot_be_served_is_a_400_that_names_the_field(url: str, name: str, fields: dict[str, Any]) -> None:
     reply = httpx.post(f"{url}/v1/chat/completions", json={"model": "tiny", "messages": [USER], **fields})
     assert reply.status_code == 400, reply.text
     error = reply.json()["error"]
@@ -259,13 +257,9 @@ def test_a_client_may_name_its_request(url: str, client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-def test_token_ids_are_those_of_the_prompt_and_of_every_token(
-    url: str, worker: FakeWorker, path: str
-) -> None:
+def test_token_ids_are_those_of_the_prompt_and_of_every_token(url: str, worker: FakeWorker, path: str) -> None:
     is_chat = "chat" in path
-    content: dict[str, Any] = (
-        {"messages": [{"role": "user", "content": "é"}]} if is_chat else {"prompt": "aéb"}
-    )
+    content: dict[str, Any] = {"messages": [{"role": "user", "content": "é"}]} if is_chat else {"prompt": "aéb"}
     body = {"model": "tiny", **content, "max_tokens": 9, "return_token_ids": True, "stop": "zz"}
     whole = httpx.post(f"{url}{path}", json=body).json()
     prompt = worker.submits[-1].prompt
@@ -281,9 +275,7 @@ def test_token_ids_are_those_of_the_prompt_and_of_every_token(
 
 def test_token_ids_of_calls_are_complete(client: openai.OpenAI, says: Any) -> None:
     says(CALLS)
-    chunks = list(
-        chat(client, tools=[LOOK, JUMP], stream=True, logprobs=True, extra_body={"return_token_ids": True})
-    )
+    chunks = list(chat(client, tools=[LOOK, JUMP], stream=True, logprobs=True, extra_body={"return_token_ids": True}))
     ids = [t for chunk in chunks for t in (chunk.choices[0].model_extra or {}).get("token_ids", ())]
     assert ids == [*CALLS.encode(), EOS]
     shown = [e.token for c in chunks if c.choices[0].logprobs for e in c.choices[0].logprobs.content or ()]
@@ -315,9 +307,7 @@ def test_tokens_are_counted_and_named_and_turned_back(url: str) -> None:
     messages = {"messages": [USER], "tools": [LOOK], "model": "tiny"}
     tokens = httpx.post(f"{url}/tokenize", json=messages).json()["tokens"]
     assert bytes(tokens).decode() == "(tools look)<user>hi<assistant>"
-    tokens = httpx.post(f"{url}/tokenize", json={"messages": [USER], "continue_final_message": True}).json()[
-        "tokens"
-    ]
+    tokens = httpx.post(f"{url}/tokenize", json={"messages": [USER], "continue_final_message": True}).json()["tokens"]
     assert bytes(tokens).decode() == "<user>hi"
 
 

@@ -27,11 +27,7 @@ def test_what_follows_from_an_identity_is_the_same_everywhere_and_another_for_ea
     seeds = [who.seed(n) for who in (mine, other) for n in range(50)]
     made: list[str | int] = [*seeds]
     made += [
-        who.call_id(c, n, letters)
-        for who in (mine, other)
-        for c in range(5)
-        for n in range(5)
-        for letters in (0, 9)
+        who.call_id(c, n, letters) for who in (mine, other) for c in range(5) for n in range(5) for letters in (0, 9)
     ]
     made += [who.item_id("msg", n) for who in (mine, other) for n in range(5)]
     assert len(set(made)) == len(made), (mine, other)
@@ -62,6 +58,4 @@ def test_two_gateways_make_the_same_bytes_of_one_identity_in_whatever_order_its_
     }
     assert len(ids) == 6 and all(id in whole for id in ids), "a whole answer has the ids of a streamed one"
     response = [ResponsesFormat(Reading(calls=HERMES), {}).events(head, 1, StreamUsage()) for _ in range(2)]
-    assert len({shape.event(Delta(0, "Well. " + CALLS, ending=Ending("stop"))) for shape in response}) == 1, (
-        head
-    )
+    assert len({shape.event(Delta(0, "Well. " + CALLS, ending=Ending("stop"))) for shape in response}) == 1, head

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import resource
 import signal
 import threading
@@ -23,6 +24,7 @@ from eaas.worker.plan import StepPlan
 from eaas.worker.protocol import Inspect, Inspected
 from eaas.worker.sinks import Rows, SinkFailed, opened
 from eaas.worker.taps import KINDS, TapInvalid, taps_of
+from experts.checkpoint import SafetensorsFile
 
 HIDDEN, LAYERS, EXPERTS = 8, 6, 16
 SPEC: Any = SimpleNamespace(
@@ -75,7 +77,7 @@ class World:
         self.sink: Any = to
         open_sink: Any = lambda order, taps: to  # noqa: E731
         if isinstance(to, Path):
-            open_sink = partial(opened, to, "attention/1.1", None)
+            open_sink = partial(opened, to, "attention/1.1", "f00d", None)
         self.inspector = Inspector(SPEC, DECODER, 64, open_sink)
         self.rows = self.steps = 0
         self.requests: Any = {0: SimpleNamespace(inspected="inspect-1/r")}
@@ -226,6 +228,25 @@ def test_a_disk_that_is_full_costs_records_and_leaves_no_half_file(sink: str, tm
     assert "The sink failed" in told.fault and "File too large" in told.fault
     assert not any(path.stat().st_size for path in tmp_path.rglob("*.safetensors"))
     assert not list(tmp_path.rglob("*.partial"))
+
+
+@pytest.mark.parametrize("sink", ["safetensors", "npy", "arrow"])
+def test_what_is_written_says_of_which_checkpoint_it_is(sink: str, tmp_path: Path) -> None:
+    if sink == "arrow":
+        pytest.importorskip("pyarrow", reason="needs pyarrow, found none: pip install 'eaas[arrow]'")
+    world = World(tmp_path, sink=sink, model="b")
+    world.step(3)
+    assert world.end().fault == ""
+    (path,) = [path for path in tmp_path.rglob("*.*") if path.suffix in (".safetensors", ".json", ".arrows")]
+    if sink == "arrow":
+        import pyarrow
+
+        metadata = pyarrow.ipc.open_stream(path.read_bytes()).schema.metadata
+        told = {name.decode(): value.decode() for name, value in metadata.items()}
+    else:
+        told = json.loads(path.read_text()) if sink == "npy" else json.loads(SafetensorsFile(path).header)
+        told = told.get("__metadata__", told)
+    assert (told["model"], told["checkpoint"], told["worker"]) == ("b", "f00d", "attention/1.1")
 
 
 def test_an_arrow_stream_has_every_record(tmp_path: Path) -> None:
@@ -385,6 +406,24 @@ def test_no_two_frames_share_a_place() -> None:
         check_places(seed)
 
 
+def test_a_taker_that_keeps_up_has_the_same_places_written_and_one_that_stops_all_of_them() -> None:
+    ring, kept, places = Ring(4 * 1000), [], set[int]()
+    for number in range(200):
+        frame, _ = ring.make(10, drop_oldest=False)
+        assert frame is not None
+        places.add(frame.begin)
+        # While the step is under way, which the taker does not wait for.
+        if number % 5 == 0:
+            ring.free(*ring.take())
+        frame.rows = 1
+        ring.publish(frame)
+    assert max(places) < 100
+    ring.free(*ring.take()[:-1])
+    while (frame := ring.make(10, drop_oldest=False)[0]) is not None:
+        kept.append(frame.begin)
+    assert len(set(kept)) == len(kept) > 95
+
+
 # -- wrong ones are noticed
 
 
@@ -399,6 +438,17 @@ def _gives_held_away(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Ring, "_place", wrong)
 
 
+def _forgets_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = Ring._place
+
+    def wrong(self: Ring, floats: int) -> int | None:
+        found = place(self, floats)
+        left = found is None and self._frames and self._frames[0] is self._left
+        return 0 if left and floats <= self._frames[0].begin else found
+
+    monkeypatch.setattr(Ring, "_place", wrong)
+
+
 def _wraps_too_far(monkeypatch: pytest.MonkeyPatch) -> None:
     place = Ring._place
 
@@ -409,7 +459,7 @@ def _wraps_too_far(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Ring, "_place", wrong)
 
 
-@pytest.mark.parametrize("mutant", [_gives_held_away, _wraps_too_far])
+@pytest.mark.parametrize("mutant", [_gives_held_away, _wraps_too_far, _forgets_what_is_left])
 def test_a_ring_that_shares_places_is_noticed(mutant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     mutant(monkeypatch)
     with pytest.raises((AssertionError, IndexError)):
@@ -502,7 +552,12 @@ def test_a_sink_that_fails_is_asked_nothing_more() -> None:
             raise SinkFailed("the receiver is gone")
 
     world = World(Failing())
+    end_s = time.monotonic() + 20
+    while world.step(4):
+        assert time.monotonic() < end_s, "what nobody takes is recorded"
+        time.sleep(0.001)
     for _ in range(10):
-        world.step(4)
+        assert not world.step(4)
     told = world.end()
+    assert told.produced == world.rows * LAYERS
     assert told.delivered == 0 and told.dropped == told.produced and "the receiver is gone" in told.fault

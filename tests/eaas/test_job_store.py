@@ -89,10 +89,17 @@ def test_what_was_deleted_is_gone_and_changes_no_more(store: JobStore) -> None:
     assert store.update("a", before, before) is None, "a version of another life of the same id"
 
 
-def test_what_has_not_ended_is_listed_with_its_owner_in_order_of_arrival(store: JobStore) -> None:
-    for id, at_ms, owner in (("c", 3, ""), ("a", 1, "x"), ("b", 2, "y"), ("d/e", 4, "y")):
-        assert store.put(id, b"1", JobState(status="queued", at_ms=at_ms, owner=owner)) is not None
-    assert list(store.open().items()) == [("a", "x"), ("b", "y"), ("c", ""), ("d/e", "y")]
+def test_what_has_not_ended_is_listed_with_its_owner_and_model_in_order_of_arrival(store: JobStore) -> None:
+    for id, at_ms, owner, model in (
+        ("c", 3, "", "a model"),
+        ("a", 1, "x", "m"),
+        ("b", 2, "y", ""),
+        ("d/e", 4, "y", "n"),
+    ):
+        state = JobState(status="queued", at_ms=at_ms, owner=owner, model=model)
+        assert store.put(id, b"1", state) is not None
+    kept = [("a", ("x", "m")), ("b", ("y", "")), ("c", ("", "a model")), ("d/e", ("y", "n"))]
+    assert list(store.open().items()) == kept
     found = store.get("c")
     assert found is not None
     assert store.update("c", found.state, msgspec.structs.replace(found.state, status="completed", at_ms=50))
@@ -113,7 +120,7 @@ def test_an_owner_renews_by_all_that_it_writes_and_is_forgotten_unless_it_has_re
     assert len({first, second, third}) == 3
     assert not store.forget_owner("x", second) and store.owners() == {"x": third}
     assert store.forget_owner("x", third) and store.owners() == {}
-    assert store.open() == {"a": "x"}
+    assert store.open() == {"a": ("x", "")}
 
 
 def test_a_lease_ends_by_its_observer_s_clock_alone_and_while_it_looks() -> None:
@@ -139,9 +146,7 @@ def test_no_more_is_kept_than_may_be(where: str) -> None:
     few = open_jobs(where, 2, 100)
     big = few.put("big", b"1" * 200, queued())
     assert big is not None, "one alone is always taken"
-    with pytest.raises(
-        ApiError, match="200 bytes of responses are kept, and 1 more would be over at most 100"
-    ):
+    with pytest.raises(ApiError, match="200 bytes of responses are kept, and 1 more would be over at most 100"):
         few.put("small", b"1", queued())
     assert few.delete("big")
     one = few.put("one", b"1", queued())
@@ -234,7 +239,7 @@ def test_a_store_that_cannot_be_used_says_why(tmp_path: Path) -> None:
 
 def _claim_all(where: str, owner: str, found: multiprocessing.SimpleQueue[tuple[str, str]]) -> None:
     store = open_jobs(where, 1000, 1 << 20)
-    while ids := [id for id, owned in store.open().items() if not owned]:
+    while ids := [id for id, (owner, _) in store.open().items() if not owner]:
         for id in ids:
             stored = store.get(id)
             if stored is not None and not stored.state.owner:
@@ -259,7 +264,7 @@ def test_of_many_processes_that_claim_at_the_same_time_each_job_is_one_s(where: 
     while not found.empty():
         claimed.append(found.get())
     assert sorted(id for id, _ in claimed) == sorted(ids)
-    assert store.open() == dict(claimed)
+    assert store.open() == {id: (owner, "") for id, owner in claimed}
 
 
 def _put_until_killed(where: str, said: str) -> None:
@@ -276,9 +281,7 @@ def test_what_was_said_to_be_kept_is_there_after_a_kill_at_any_moment(where: str
     rng = random.Random(seed)
     said = tmp_path / "said"
     for _ in range(3):
-        child = multiprocessing.get_context("spawn").Process(
-            target=_put_until_killed, args=(where, str(said))
-        )
+        child = multiprocessing.get_context("spawn").Process(target=_put_until_killed, args=(where, str(said)))
         child.start()
         size = said.stat().st_size if said.exists() else 0
         end_s = time.monotonic() + 60

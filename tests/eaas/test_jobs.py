@@ -188,9 +188,7 @@ def test_who_waits_for_a_place_to_be_computed_in_is_told_of_those_before(
     assert told[4] > told[2] > told[0] and told[4] > 2 * told[0], told
 
 
-def test_an_async_client_polls_streams_cancels_and_deletes_as_well(
-    url: str, worker: FakeWorker, says: Any
-) -> None:
+def test_an_async_client_polls_streams_cancels_and_deletes_as_well(url: str, worker: FakeWorker, says: Any) -> None:
     async def run() -> None:
         says("done")
         client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
@@ -268,6 +266,24 @@ def test_a_job_that_runs_elsewhere_is_streamed_live_and_the_same(
     assert rest == b"".join(raw(url, job.id)[6:])
 
 
+def test_who_listens_at_a_gateway_that_has_no_view_yet_hears_the_same(
+    world: World, client: openai.OpenAI, url: str, jobs: Path, worker: FakeWorker, says: Any
+) -> None:
+    says("some words, one byte after the other")
+    worker.step_s = 0.05
+    job = ask(client)
+    eventually(lambda: client.responses.retrieve(job.id).status == "in_progress", "a beginning")
+    world.router.held = worker.frozen = True
+    try:
+        with gateway_url(world, "--jobs", str(jobs)) as late_url, ThreadPoolExecutor(1) as listening:
+            heard = listening.submit(raw, late_url, job.id)
+            time.sleep(0.5)
+            world.router.held = worker.frozen = False
+            assert heard.result() == raw(url, job.id)
+    finally:
+        world.router.held = worker.frozen = False
+
+
 def test_who_listens_from_the_middle_gets_each_event_once_while_it_is_computed(
     url: str, client: openai.OpenAI, worker: FakeWorker, says: Any
 ) -> None:
@@ -280,9 +296,7 @@ def test_who_listens_from_the_middle_gets_each_event_once_while_it_is_computed(
     assert all(events == whole[-len(events) :] for events in heard)
 
 
-def test_a_job_is_cancelled_with_what_it_has_said_and_twice_is_once(
-    client: openai.OpenAI, worker: FakeWorker
-) -> None:
+def test_a_job_is_cancelled_with_what_it_has_said_and_twice_is_once(client: openai.OpenAI, worker: FakeWorker) -> None:
     worker.step_s = 0.01
     try:
         stream = streamed(client)
@@ -337,14 +351,10 @@ def test_a_conversation_goes_on_from_a_response_that_was_kept(
     first = polled(client, first)
     assert (first.status, first.model_dump()["store"]) == ("completed", True)
     says("sky")
-    second = client.responses.create(
-        model="tiny", input="what is?", previous_response_id=first.id, store=True
-    )
+    second = client.responses.create(model="tiny", input="what is?", previous_response_id=first.id, store=True)
     assert bytes(worker.submits[-1].prompt).decode() == "<user>which?<assistant>blue<user>what is?<assistant>"
     assert second.previous_response_id == first.id
-    third = polled(
-        client, ask(client, input=[{"role": "user", "content": "so?"}], previous_response_id=second.id)
-    )
+    third = polled(client, ask(client, input=[{"role": "user", "content": "so?"}], previous_response_id=second.id))
     assert bytes(worker.submits[-1].prompt).decode() == (
         "<user>which?<assistant>blue<user>what is?<assistant>sky<user>so?<assistant>"
     )
@@ -366,9 +376,7 @@ def test_a_streamed_response_is_stored_before_its_end_is_said(client: openai.Ope
         pytest.fail("no end")
 
 
-def test_calls_and_their_outputs_are_gone_on_with(
-    client: openai.OpenAI, worker: FakeWorker, says: Any
-) -> None:
+def test_calls_and_their_outputs_are_gone_on_with(client: openai.OpenAI, worker: FakeWorker, says: Any) -> None:
     says(CALL)
     first = polled(client, ask(client, tools=[TOOL]))
     call = first.output[0]
@@ -385,7 +393,7 @@ def test_nobody_waits_for_all_who_ask_before_of_a_store_that_is_away(monkeypatch
     monkeypatch.setattr("eaas.gateway.jobs._STORE_S", 0.2)
     jobs = object.__new__(Jobs)
     jobs._store, jobs._thread, jobs._away_s = cast(JobStore, object()), ThreadPoolExecutor(1), 0.0
-    jobs._gateway = cast(Gateway, SimpleNamespace(pool=SimpleNamespace(eta=Eta())))
+    jobs._gateway = cast(Gateway, SimpleNamespace(own=SimpleNamespace(pool=SimpleNamespace(eta=Eta()))))
 
     async def ask_all() -> list[BaseException | None]:
         asks = (jobs._ask(lambda _: time.sleep(0.15)) for _ in range(20))
@@ -476,18 +484,14 @@ def test_events_that_were_shown_before_a_fault_are_shown_once(
     assert len(deltas) == len(worker.script[-1])
 
 
-def test_who_waits_for_an_answer_comes_before_jobs(
-    world: World, worker: FakeWorker, tmp_path: Path, says: Any
-) -> None:
+def test_who_waits_for_an_answer_comes_before_jobs(world: World, worker: FakeWorker, tmp_path: Path, says: Any) -> None:
     says("x")
     with gateway_url(world, "--jobs", str(tmp_path / "jobs"), "--max-owed-tokens", "100") as url:
         client = client_of(url)
         worker.frozen = True
         try:
             with ThreadPoolExecutor(1) as thread:
-                waits = thread.submit(
-                    client.responses.create, model="tiny", input="i" * 80, max_output_tokens=9
-                )
+                waits = thread.submit(client.responses.create, model="tiny", input="i" * 80, max_output_tokens=9)
                 eventually(lambda: worker.jobs, "a request")
                 job = ask(client)
                 # Two looks for jobs that are nobody's.
@@ -500,9 +504,7 @@ def test_who_waits_for_an_answer_comes_before_jobs(
         assert polled(client, job).output_text == "x"
 
 
-def test_without_a_store_background_is_refused_and_nothing_kept(
-    world: World, worker: FakeWorker, says: Any
-) -> None:
+def test_without_a_store_background_is_refused_and_nothing_kept(world: World, worker: FakeWorker, says: Any) -> None:
     says("x")
     with gateway_url(world) as url:
         client = client_of(url)
@@ -561,12 +563,8 @@ def test_of_another_key_s_responses_nothing_is_told(
 ) -> None:
     says("secret")
     write_keys(tmp_path / "keys.json", keys_of([digest_of(key) for key in ("eaas-a", "eaas-b")]))
-    with gateway_url(
-        world, "--jobs", str(tmp_path / "jobs"), "--keys-file", str(tmp_path / "keys.json")
-    ) as url:
-        a, b = (
-            openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0) for key in ("eaas-a", "eaas-b")
-        )
+    with gateway_url(world, "--jobs", str(tmp_path / "jobs"), "--keys-file", str(tmp_path / "keys.json")) as url:
+        a, b = (openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0) for key in ("eaas-a", "eaas-b"))
         for more in ({}, {"background": None, "store": True}):
             job = polled(a, ask(a, **more))
             assert job.output_text == "secret"
@@ -651,15 +649,13 @@ def test_while_the_store_is_away_nothing_is_lost_taken_or_promised(
         eventually(lambda: client.responses.retrieve(job.id).status == "in_progress", "a beginning")
         owner = store.open()[job.id]
         with away():
-            with pytest.raises(
-                openai.InternalServerError, match="What keeps responses cannot be used just now"
-            ):
+            with pytest.raises(openai.InternalServerError, match="What keeps responses cannot be used just now"):
                 ask(client)
             reply = client.responses.create(model="tiny", input="hi", store=True, max_output_tokens=1)
             assert reply.model_dump()["store"] is False
         # Longer than a lease: of two gateways that look, the other takes nothing from one that lives.
         time.sleep(3)
-        assert store.open() == {job.id: owner}
+        assert store.open() == {job.id: owner} and owner[1] == "tiny"
         worker.step_s = 0.001
         assert polled(client, job).output_text == worker.script[-1]
         found = store.get(job.id)
@@ -730,9 +726,7 @@ def test_a_job_stays_in_the_class_in_which_it_began_at_whichever_gateway(
         with gateway_url(world, "--jobs", path, "--deadline-s", "2") as url:
             client = client_of(url)
             assert polled(client, job).output_text == worker.script[-1]
-            assert worker.submits[-1].key == key != "", (
-                "nobody else computes it, and it joins what is computed"
-            )
+            assert worker.submits[-1].key == key != "", "nobody else computes it, and it joins what is computed"
             job = ask(client, extra_body={"request_id": "second"})
             eventually(
                 lambda: any(one.index > 2 for at in (worker, stranger) for one in at.jobs.values()),
@@ -830,9 +824,7 @@ def test_a_disk_that_is_full_is_told_and_what_keeps_responses_serves_again_with_
             for file in tmp_path.glob("jobs*"):
                 file.unlink()
         for _ in range(3):
-            with pytest.raises(
-                openai.InternalServerError, match="What keeps responses cannot be used"
-            ) as told:
+            with pytest.raises(openai.InternalServerError, match="What keeps responses cannot be used") as told:
                 ask(client)
             assert told.value.status_code == 503 and told.value.response.headers["retry-after"]
         reply = client.responses.create(model="tiny", input="hi", store=True)
@@ -851,7 +843,7 @@ def test_a_record_that_cannot_be_read_ends_and_holds_up_no_other(
     world: World, worker: FakeWorker, tmp_path: Path, says: Any
 ) -> None:
     says("x")
-    path, new = tmp_path / "jobs", JobState(status="queued", at_ms=1)
+    path, new = tmp_path / "jobs", JobState(status="queued", at_ms=1, model="tiny")
     ids = [f"resp_{number:032}" for number in range(4)]
     with open_store(path) as store, gateway_url(world, "--jobs", str(path)) as url:
         client = client_of(url)
@@ -865,12 +857,12 @@ def test_a_record_that_cannot_be_read_ends_and_holds_up_no_other(
                 value = job.job.replace(first.id[5:].encode(), id[5:].encode())
                 # The first and the last, which had ended, have no state, the second no job in a known form.
                 index = "ended" if id == ids[3] else "open"
-                rows = ("job", value), ("state", msgspec.json.encode(new)), (index, b"9 ")
+                rows = ("job", value), ("state", msgspec.json.encode(new)), (index, b"9  tiny")
                 for kind, value in rows:
                     bad = (kind, id) in (("state", ids[0]), ("job", ids[1]), ("state", ids[3]))
                     key = f"{kind}/{1:016x}/{id}" if kind == index else f"{kind}/{id}"
                     found = b'{"of": "another form"}' if bad else value
-                    base.execute("INSERT INTO kept_3 VALUES (?, 1, ?)", (key, found))
+                    base.execute("INSERT INTO kept_4 VALUES (?, 1, ?)", (key, found))
             base.execute("COMMIT")
         assert polled(client, client.responses.retrieve(ids[2])).output_text == "x"
         with pytest.raises(openai.InternalServerError, match="cannot be read") as told:
@@ -907,20 +899,22 @@ def test_a_job_in_which_a_gateway_breaks_is_another_s_and_is_given_up_in_words_i
         max_owed_tokens=100, stall_s=1.0,
     )  # fmt: skip
     pool = SimpleNamespace(owed_tokens=0, unready_reason=lambda: "", eta=Eta())
+    served = SimpleNamespace(pool=pool)
     gateway = SimpleNamespace(
-        config=config, pool=pool, beside=[], on_stop=[], metrics=SimpleNamespace(gauges={}), draining=False,
-        paused=False, model=SimpleNamespace(name="tiny"), exchanges={},
+        config=config, own=served, models={"tiny": served}, find=lambda *_, **__: served, gauges={}, beside=[],
+        on_stop=[], draining=False, paused=False, exchanges={},
     )  # fmt: skip
 
     async def run() -> None:
         jobs = Jobs(cast(Gateway, gateway), work_of)
         given = ResponsesRequest(model="tiny", input="hi", background=True)
         request = Request({"type": "http", "headers": []})
-        job = jobs._job(request, given, Identity(drawn="0" * 32, created=1))
+        job = jobs._job(request, given, Identity(drawn="0" * 32, created=1), "tiny")
         id = job.queued["id"]
         store = jobs._store
         assert store is not None
-        assert store.put(id, msgspec.json.encode(job), JobState(status="queued", at_ms=1)) is not None
+        new = JobState(status="queued", at_ms=1, model="tiny")
+        assert store.put(id, msgspec.json.encode(job), new) is not None
         for _ in range(40):
             await jobs._look()
             await asyncio.gather(*(asyncio.all_tasks() - {asyncio.current_task()}))

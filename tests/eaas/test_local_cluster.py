@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,10 +14,11 @@ import pytest
 
 from eaas.cluster import local
 from eaas.cluster.config import ClusterConfig
-from eaas.cluster.local import LocalCluster
+from eaas.cluster.local import LocalCluster, entries_after
 from eaas.ops.running import load_words
 from router.client import RouterClient
 from router.host import host_id
+from router.view import Model, View
 from tests.router.test_service import SHAPE, RouterProcess, started, until
 
 __all__ = ["started"]
@@ -53,10 +55,63 @@ def test_a_worker_that_has_joined_and_is_not_ready_yet_is_not_counted_twice_when
         watcher.close()
 
 
-def gateways(*members: tuple[int, str]) -> Any:
+def test_what_a_router_is_told_that_lost_its_journal_is_what_is_served_and_stays() -> None:
+    def model(number: int, name: str, **words: Any) -> Model:
+        return Model(hash=f"h{number}", name=name, number=number, layers=1, experts=2, **words)
+
+    served = (
+        model(0, "mine", path="/mine"),
+        model(1, "code", asleep=True),
+        model(2, "old", leaving=True),
+        model(3, "new"),
+    )
+    view = View(term=1, epoch=1, replicas_wanted=1, layers=1, experts=2, models=served)
+    told = entries_after(
+        view, {"expert": 4, "attention": 2, "attention:code": 3, "attention:old": 0}, ("mine", "/mine")
+    )
+    assert [(entry.model.name, entry.attention, entry.model.asleep) for entry in told] == [
+        ("", 2, False),
+        ("code", 3, False),
+        ("new", 2, False),
+    ]
+
+
+def test_after_a_loss_of_the_journal_processes_are_of_the_model_that_is_the_first_then(
+    tmp_path: Path,
+) -> None:
+    """The first that was named had been removed: to another's workers and servers no router would listen."""
+    cluster: Any = LocalCluster(ClusterConfig(model=tmp_path, served_model_name="m"))
+    try:
+        for number, path in ((1, str(tmp_path)), (0, "/b")):
+            cluster._models = (Model(hash="b", name="b", path="/b", number=number, layers=1, experts=2),)
+            for pool in ("expert", "attention"):
+                assert f"--model={path}" in cluster._arguments(pool, 0, 0)
+    finally:
+        cluster.stop()
+
+
+def test_models_that_cannot_be_kept_keep_nothing_else_from_being_done(tmp_path: Path) -> None:
+    cluster: Any = LocalCluster(ClusterConfig(model=tmp_path, served_model_name="m"))
+    looked = list[int]()
+    cluster._look_at_gateways = lambda view: looked.append(view.epoch)
+    obstacle, kept = cluster.state_dir / "models.new", cluster.state_dir / "models.json"
+    obstacle.mkdir()
+    try:
+        for epoch in (1, 2, 3):
+            model = Model(hash="h", name="a", layers=1, experts=2)
+            view = View(term=1, epoch=epoch, replicas_wanted=1, layers=1, experts=2, models=(model,))
+            cluster._look_at(view)
+            assert looked[-1] == epoch and kept.exists() == (epoch == 3)
+            if epoch == 2:
+                obstacle.rmdir()
+    finally:
+        cluster.stop()
+
+
+def gateways(*members: tuple[int, str], models: tuple[Model, ...] = ()) -> Any:
     """A View of gateways of this host, each a pid and a state."""
     here = [SimpleNamespace(pid=pid, state=state, host=host_id()) for pid, state in members]
-    return SimpleNamespace(pool=lambda _: here)
+    return SimpleNamespace(pool=lambda _: here, models=models)
 
 
 @pytest.mark.parametrize("which", ["a router that ended", "a gateway that ended", "a gateway that drains"])
@@ -133,9 +188,7 @@ def test_what_ended_is_started_again_at_once_and_ever_more_slowly_only_while_it_
 def two_gateways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A cluster with the gateways 1 and 2, both members, whose supervisor's acts are carried out by `see`."""
     monkeypatch.setattr(local, "SILENT_GATEWAY_S", 0.0)
-    cluster: Any = LocalCluster(
-        ClusterConfig(model=tmp_path, served_model_name="m", gateways=2), on_event=print
-    )
+    cluster: Any = LocalCluster(ClusterConfig(model=tmp_path, served_model_name="m", gateways=2), on_event=print)
 
     def see(*members: tuple[int, str]) -> set[int]:
         cluster._look_at_gateways(gateways(*members))
@@ -172,6 +225,24 @@ def test_a_gateway_that_was_silent_for_a_moment_is_let_be(two_gateways: Any) -> 
     for act in due:
         cluster._carry_out(act)
     assert not two_gateways.children[1].sent
+
+
+def test_it_says_which_models_come_and_go_once_it_is_ready(two_gateways: Any) -> None:
+    cluster, said = two_gateways.cluster, list[str]()
+    cluster._show = said.append
+    a, b = Model(hash="A", name="a"), Model(hash="B", name="b", number=1)
+
+    def see(*models: Model) -> list[str]:
+        said.clear()
+        cluster._tell_models(gateways(models=models))
+        return said
+
+    assert not see() and not see(a), "it begins with what it was started with"
+    cluster._ready.set()
+    assert not see(a)
+    assert see(a, b) == ["model b added"]
+    assert not see(a, replace(b, leaving=True)) and not see(a, replace(b, leaving=True, asleep=True))
+    assert see(a) == ["model b removed"]
 
 
 def test_a_cluster_is_ready_when_all_its_gateways_are(two_gateways: Any) -> None:

@@ -19,7 +19,7 @@ from benchmarks.make_model import make_model
 from eaas.gateway.dashboard.board import visible
 from eaas.model.tokenizer import Tokenizer
 from eaas.ops.logit_lens import LogitLensRefused, logit_lens
-from experts.checkpoint import CheckpointInvalid
+from experts.checkpoint import Checkpoint, CheckpointInvalid
 
 LAYERS, EXPERTS = 4, 8
 SEED = time.time_ns() % 1_000_000
@@ -112,6 +112,8 @@ def test_behind_the_last_layer_it_says_what_the_model_says(model: Path, tmp_path
             path = tmp_path / f"in/worker-{part.start}" / f"part-{number}.safetensors"
             hold(path, ["other", request], {**of_rows(1, tokens[part], part.start or 0), **taps})
     out = tmp_path / "lens.html"
+    out.write_text("of before")
+    out.chmod(0o644)
     logit_lens(tmp_path / "in", model, out, most_rows=1000)
     page = Tables(out.read_text())
     assert "script" not in page.tags and "onload" not in out.read_text().replace("&quot;onload", "")
@@ -131,9 +133,7 @@ def test_behind_the_last_layer_it_says_what_the_model_says(model: Path, tmp_path
             assert (position[0], name[0].strip()) == (str(place), visible(words.token_text(token)))
             best = np.argsort(-logits[place])[:5]
             rank = (
-                ""
-                if place + 1 == len(tokens)
-                else f" #{1 + (logits[place] > logits[place, tokens[place + 1]]).sum()}"
+                "" if place + 1 == len(tokens) else f" #{1 + (logits[place] > logits[place, tokens[place + 1]]).sum()}"
             )
             text, title = cells[-1]
             shown = f"{visible(words.token_text(best[0]))} {100 * share[place, best[0]]:.0f}%{rank}"
@@ -141,11 +141,10 @@ def test_behind_the_last_layer_it_says_what_the_model_says(model: Path, tmp_path
             listed = [f"{visible(words.token_text(token))} {share[place, token]:.2%}" for token in best]
             assert title.split("\n") == listed, f"seed {SEED}, position {place}"
     assert "96 of 96 recorded rows" in out.read_text()
+    assert out.stat().st_mode & 0o777 == 0o600, "what was asked is in it"
 
 
-def test_a_row_that_was_computed_twice_is_there_once_and_no_more_than_asked_for(
-    model: Path, tmp_path: Path
-) -> None:
+def test_a_row_that_was_computed_twice_is_there_once_and_no_more_than_asked_for(model: Path, tmp_path: Path) -> None:
     residual = {"layers.1.residual": np.ones((6, 64), np.float32)}
     for part in range(2):
         hold(tmp_path / f"part-{part}.safetensors", ["<b>a"], {**of_rows(0, [1, 2, 3, 4, 5, 6]), **residual})
@@ -153,9 +152,7 @@ def test_a_row_that_was_computed_twice_is_there_once_and_no_more_than_asked_for(
     logit_lens(tmp_path, model, out, most_rows=4)
     page = Tables(out.read_text())
     assert [row[0][0] for row in page.rows[1:]] == ["0", "1", "2", "3"]
-    assert page.rows[-1][-1][0].strip().split("#")[1].isdigit(), (
-        "the row that follows was recorded, though not shown"
-    )
+    assert page.rows[-1][-1][0].strip().split("#")[1].isdigit(), "the row that follows was recorded, though not shown"
     assert "b" not in page.tags and "4 of 6 recorded rows" in out.read_text()
 
 
@@ -210,8 +207,24 @@ def test_what_is_no_use_says_what_is_needed(
     assert not (tmp_path / "lens.html").exists()
 
 
+def test_rows_of_another_checkpoint_are_refused(model: Path, tmp_path: Path) -> None:
+    tensors = {**of_rows(0, [1, 2, 3]), "layers.0.residual": np.ones((3, 64), np.float32)}
+    mine, out = Checkpoint.open(model).fingerprint, tmp_path / "lens.html"
+    hold(tmp_path / "part-0.safetensors", ["a"], tensors, model="other", checkpoint="f00d" * 16)
+    said = f"is of the model other, checkpoint {'f00d' * 4}; {model} is checkpoint {mine[:16]}. Give the one that"
+    with pytest.raises(LogitLensRefused, match=re.escape(said)):
+        logit_lens(tmp_path, model, out, most_rows=10)
+    hold(tmp_path / "part-0.safetensors", ["a"], tensors, model="mine", checkpoint=mine)
+    logit_lens(tmp_path, model, out, most_rows=10)
+
+
 def test_other_files_are_refused(model: Path, tmp_path: Path) -> None:
     out = tmp_path / "lens.html"
+    with pytest.raises(LogitLensRefused, match="There is no folder"):
+        logit_lens(tmp_path / "nope", model, out, most_rows=10)
+    for place in (tmp_path / "nope" / "lens.html", tmp_path):
+        with pytest.raises(LogitLensRefused, match=f"{place} cannot be written. Give --out a file in a folder that"):
+            logit_lens(tmp_path, model, place, most_rows=10)
     with pytest.raises(LogitLensRefused, match="holds no rows in files part-"):
         logit_lens(tmp_path, model, out, most_rows=10)
     (tmp_path / "part-0.safetensors").write_bytes(b"x")

@@ -77,9 +77,7 @@ def test_weights_are_near_normal_and_of_a_size_that_keeps_logits_of_order_one(tm
         (("tiny", "mixtral", -1, "bfloat16"), "seed is -1"),
     ],
 )
-def test_what_cannot_be_made_is_refused(
-    arguments: tuple[str, str, int, str], words: str, tmp_path: Path
-) -> None:
+def test_what_cannot_be_made_is_refused(arguments: tuple[str, str, int, str], words: str, tmp_path: Path) -> None:
     shape, arch, seed, dtype = arguments
     with pytest.raises(ValueError, match=words):
         make_model(shape, arch, tmp_path / "out", seed, dtype)

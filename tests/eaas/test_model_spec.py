@@ -55,9 +55,7 @@ def test_each_family_reads_what_sets_it_apart() -> None:
     assert (qwen2.moe.shared_intermediate, qwen2.moe.shared_gate) == (64, True)
     assert (olmoe.qk_norm, olmoe.clip_qkv, olmoe.eps) == (QkNorm.FULL, 8.0, 1e-5)
     assert (mixtral.sliding_window, mixtral.rope.theta, mixtral.moe.norm_topk) == ((32,) * 4, 1e6, True)
-    assert all(
-        spec.dtype is Dtype.BFLOAT16 and spec.eos_ids == (0, 2) for spec in (qwen3, qwen2, olmoe, mixtral)
-    )
+    assert all(spec.dtype is Dtype.BFLOAT16 and spec.eos_ids == (0, 2) for spec in (qwen3, qwen2, olmoe, mixtral))
 
 
 def test_fields_left_out_take_the_defaults_of_transformers() -> None:
@@ -83,12 +81,8 @@ def test_fields_left_out_take_the_defaults_of_transformers() -> None:
         number = getattr(theirs, "n_shared_experts", 0)
         # Without a number, transformers cannot make a dots1; we take one.
         shared = (1 if number is None else number) * spec.moe.expert_intermediate
-        assert spec.moe.shared_intermediate == getattr(theirs, "shared_expert_intermediate_size", shared), (
-            arch
-        )
-        assert (spec.qk_norm is not QkNorm.NONE) == getattr(
-            theirs, "use_qk_norm", spec.qk_norm is not QkNorm.NONE
-        )
+        assert spec.moe.shared_intermediate == getattr(theirs, "shared_expert_intermediate_size", shared), arch
+        assert (spec.qk_norm is not QkNorm.NONE) == getattr(theirs, "use_qk_norm", spec.qk_norm is not QkNorm.NONE)
         assert spec.rope.kind == theirs.rope_parameters["rope_type"], arch
         rotated = theirs.rope_parameters.get("partial_rotary_factor", 1)
         head_dim = theirs.qk_rope_head_dim if spec.latent else spec.head_dim
@@ -143,9 +137,7 @@ def test_sliding_windows_fall_on_the_layers_that_transformers_gives_them() -> No
     assert spec_of(config("gpt_oss", layer_types=kinds)).sliding_window == (0, 32, 0, 0)
     with pytest.raises(ConfigInvalid, match="sliding_window is null"):
         spec_of(config("gpt_oss", sliding_window=None))
-    assert spec_of(config("mixtral", sliding_window=4096)).sliding_window == (0, 0, 0, 0), (
-        "as wide as the context"
-    )
+    assert spec_of(config("mixtral", sliding_window=4096)).sliding_window == (0, 0, 0, 0), "as wide as the context"
 
 
 def test_dense_layers_are_those_outside_the_sparse_step() -> None:

@@ -10,9 +10,7 @@ import pytest
 
 from eaas.model.chat import MOST_CHARACTERS, MOST_SECONDS, ChatTemplate, TemplateRefused
 
-DOUBLES = (
-    "{% set ns = namespace(s='x') %}{% for i in range(60) %}{% set ns.s = DOUBLE %}{% endfor %}{{ ns.s }}"
-)
+DOUBLES = "{% set ns = namespace(s='x') %}{% for i in range(60) %}{% set ns.s = DOUBLE %}{% endfor %}{{ ns.s }}"
 HOSTILE = {
     "loops in loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
     "a macro that calls itself": "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",

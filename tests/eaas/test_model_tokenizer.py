@@ -45,9 +45,7 @@ def byte_fallback(tmp_path: Path) -> Tokenizer:
     trainer = trainers.BpeTrainer(vocab_size=330, special_tokens=bytes_first, show_progress=False)
     rust.train_from_iterator(["to be or not to be that is the question"], trainer)
     fields = json.loads(rust.to_str())
-    fields["added_tokens"] = [
-        entry for entry in fields["added_tokens"] if not entry["content"].startswith("<0x")
-    ]
+    fields["added_tokens"] = [entry for entry in fields["added_tokens"] if not entry["content"].startswith("<0x")]
     return Tokenizer.load(folder_of(fields, tmp_path))
 
 
@@ -78,9 +76,7 @@ def test_pieces_joined_equal_the_whole_and_no_character_is_halved(
 
 @pytest.mark.parametrize("name", ["demo", "byte_fallback"])
 @pytest.mark.parametrize("seed", range(20))
-def test_pieces_joined_equal_the_whole_for_any_tokens(
-    name: str, seed: int, request: pytest.FixtureRequest
-) -> None:
+def test_pieces_joined_equal_the_whole_for_any_tokens(name: str, seed: int, request: pytest.FixtureRequest) -> None:
     tokenizer: Tokenizer = (
         Tokenizer.load(resolve_model("demo")) if name == "demo" else request.getfixturevalue("byte_fallback")
     )
@@ -140,11 +136,9 @@ def test_the_tokenizer_is_that_of_transformers(tmp_path: Path) -> None:
         ours, theirs = Tokenizer.load(folder), AutoTokenizer.from_pretrained(folder)
         for text in TEXTS:
             assert ours.encode(text) == theirs(text).input_ids
-            assert ours.decode(ours.encode(text)) == theirs.decode(
-                ours.encode(text), skip_special_tokens=True
-            )
+            assert ours.decode(ours.encode(text)) == theirs.decode(ours.encode(text), skip_special_tokens=True)
         expected = theirs.apply_chat_template(conversation, add_generation_prompt=True, return_dict=False)
-        assert ours.encode(ours.render_chat(conversation), add_special_tokens=False) == expected
+        assert ours.encode(ours.template().render(conversation), add_special_tokens=False) == expected
 
 
 def test_templates_have_the_names_that_models_expect() -> None:
@@ -198,17 +192,17 @@ def test_a_broken_template_names_its_line() -> None:
 
 def test_a_model_without_template_says_what_to_use(tmp_path: Path) -> None:
     with pytest.raises(TemplateRefused, match="/v1/completions"):
-        Tokenizer.load(folder_of(byte_tokenizer(300), tmp_path)).render_chat([])
+        Tokenizer.load(folder_of(byte_tokenizer(300), tmp_path)).template().render([])
 
 
 def test_the_template_is_found_wherever_it_is_kept(tmp_path: Path) -> None:
     named = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
     folder = folder_of(byte_tokenizer(300), tmp_path, chat_template=named)
     tokenizer = Tokenizer.load(folder)
-    assert tokenizer.render_chat([]) == "d"
+    assert tokenizer.template().render([]) == "d"
     (folder / "chat_template.jinja").write_text("{{ eos_token }}j")
     folder_of(byte_tokenizer(300), tmp_path, eos_token={"content": "E"})
-    assert Tokenizer.load(folder).render_chat([]) == "Ej"
+    assert Tokenizer.load(folder).template().render([]) == "Ej"
 
 
 def test_missing_and_broken_files_are_named(tmp_path: Path) -> None:

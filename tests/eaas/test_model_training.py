@@ -17,9 +17,7 @@ from benchmarks.demo_model_net import Model, RmsScale, Shape, hf_tensors
 from benchmarks.train_demo_model import Recipe, held_out_bits, orthogonalize, train
 from eaas.model.tokenizer import Tokenizer
 
-SMALL = Shape(
-    vocab=300, hidden=32, layers=2, q_heads=2, kv_heads=1, head_dim=16, experts=4, top_k=2, intermediate=16
-)
+SMALL = Shape(vocab=300, hidden=32, layers=2, q_heads=2, kv_heads=1, head_dim=16, experts=4, top_k=2, intermediate=16)
 
 
 def play(seed: int, speeches: int) -> str:
@@ -36,9 +34,7 @@ def test_training_lowers_the_held_out_bits_and_saves_what_it_measured(tmp_path: 
     recipe = Recipe(seed=1, steps=4, tokens=2048, every=2)
     bits = train(text, held, tmp_path, SMALL, recipe)
     stored = measure(tmp_path, held)
-    assert stored.bits_per_byte == pytest.approx(bits, rel=0.02), (
-        "the saved bfloat16 weights are those measured"
-    )
+    assert stored.bits_per_byte == pytest.approx(bits, rel=0.02), "the saved bfloat16 weights are those measured"
     untrained = train(text, held, tmp_path / "less", SMALL, replace(recipe, steps=1))
     assert bits < untrained
     assert {path.name for path in tmp_path.glob("*.json*")} == {
@@ -70,9 +66,7 @@ def plans(spec) -> dict[str, str]:
     return {role: plan.name for role, plan in tensors_of(spec).items()}
 
 
-def expert_of(
-    weights: dict[str, np.ndarray], layer: int, expert: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def expert_of(weights: dict[str, np.ndarray], layer: int, expert: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     prefix = f"model.layers.{layer}.mlp.experts.{expert}."
     return (
         weights[prefix + "gate_proj.weight"],

@@ -50,9 +50,7 @@ class Host:
 
     def cluster(self, *devices: str, **options: Any) -> LocalCluster:
         sizes: dict[str, Any] = {"experts": 2, "attention": 1, "port": 0} | options
-        config = ClusterConfig(
-            model=self.state, served_model_name="m", device=devices, state_dir=self.state, **sizes
-        )
+        config = ClusterConfig(model=self.state, served_model_name="m", device=devices, state_dir=self.state, **sizes)
         return LocalCluster(config)
 
 
@@ -152,9 +150,7 @@ def test_one_that_runs_is_used_and_left_alone(host: Host, by: str, monkeypatch: 
 
 
 @pytest.mark.parametrize("why", ["no program", "no permission", "a slice"])
-def test_without_it_a_shared_gpu_is_refused_in_words(
-    host: Host, why: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_it_a_shared_gpu_is_refused_in_words(host: Host, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     words = {
         "no program": "nvidia-cuda-mps-control, which comes with NVIDIA's driver .* is not on PATH",
         "no permission": "nvidia-cuda-mps-control -d ended with 3: no permission",
@@ -180,9 +176,7 @@ def test_gpus_that_are_not_there_or_do_not_reach_each_other_are_refused(host: Ho
     cluster = host.cluster("cuda:0", "cuda:1")
     library.fake_cuda_part(1)
     try:
-        with pytest.raises(
-            StartFailed, match=r"device 0 .* does not reach the memory of device 1 .*doctor` lists"
-        ):
+        with pytest.raises(StartFailed, match=r"device 0 .* does not reach the memory of device 1 .*doctor` lists"):
             cluster.start()
     finally:
         library.fake_cuda_part(0)

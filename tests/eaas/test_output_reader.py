@@ -111,9 +111,7 @@ def pieces_of(text: str, cuts: list[int]) -> list[str]:
     return [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
 
 
-def heard(
-    reading: Reading, pieces: list[str], *, cut: bool = False
-) -> tuple[str, str, list[tuple[str, ...]]]:
+def heard(reading: Reading, pieces: list[str], *, cut: bool = False) -> tuple[str, str, list[tuple[str, ...]]]:
     """Words, thoughts, and name, arguments and id of each call, as a client puts them together."""
     reader = OutputReader(reading)
     words, thoughts = "", ""
@@ -133,9 +131,7 @@ def heard(
     return words, thoughts, [tuple(call) for call in calls]
 
 
-def agree_however_cut(
-    reading: Reading, text: str, *, cut: bool = False
-) -> tuple[str, str, list[tuple[str, ...]]]:
+def agree_however_cut(reading: Reading, text: str, *, cut: bool = False) -> tuple[str, str, list[tuple[str, ...]]]:
     """What is heard of a text, which must be the same in two pieces, in many and in single characters."""
     whole = heard(reading, [text], cut=cut)
     for at in range(len(text) + 1):
@@ -155,13 +151,9 @@ def agree_however_cut(
     return whole
 
 
-@pytest.mark.parametrize(
-    ("style", "text"), WRITTEN, ids=[f"{s.shown}-{n}" for n, (s, _) in enumerate(WRITTEN)]
-)
+@pytest.mark.parametrize(("style", "text"), WRITTEN, ids=[f"{s.shown}-{n}" for n, (s, _) in enumerate(WRITTEN)])
 @pytest.mark.parametrize("thinks", [False, True])
-def test_calls_of_each_family_are_found_however_they_are_cut(
-    style: CallStyle, text: str, thinks: bool
-) -> None:
+def test_calls_of_each_family_are_found_however_they_are_cut(style: CallStyle, text: str, thinks: bool) -> None:
     reading = Reading(calls=style, tools=TOOLS, thoughts=THINK if thinks else None)
     before = "<think>\nWell: 1 < 2.\n</think>\n\n" if thinks else ""
     words, thoughts, calls = agree_however_cut(reading, before + "So:" + text + "\ndone")
@@ -188,9 +180,7 @@ MESSAGES = [
 
 
 @pytest.mark.parametrize(("text", "words", "thoughts", "calls"), MESSAGES)
-def test_messages_of_the_harmony_format_are_told_apart(
-    text: str, words: str, thoughts: str, calls: Any
-) -> None:
+def test_messages_of_the_harmony_format_are_told_apart(text: str, words: str, thoughts: str, calls: Any) -> None:
     reading = Reading(calls=HARMONY, thoughts=ANALYSIS)
     assert agree_however_cut(reading, text) == (words, thoughts, calls)
 
@@ -241,9 +231,7 @@ def test_what_is_no_call_after_all_is_words(style: CallStyle, text: str) -> None
     assert agree_however_cut(Reading(calls=style), "So: " + text) == ("So: " + text, "", [])
 
 
-@pytest.mark.parametrize(
-    ("style", "text"), WRITTEN, ids=[f"{s.shown}-{n}" for n, (s, _) in enumerate(WRITTEN)]
-)
+@pytest.mark.parametrize(("style", "text"), WRITTEN, ids=[f"{s.shown}-{n}" for n, (s, _) in enumerate(WRITTEN)])
 def test_whatever_is_damaged_is_words_or_calls_however_it_is_cut(style: CallStyle, text: str) -> None:
     seed = random.SystemRandom().randrange(1 << 32)
     chance = random.Random(seed)
@@ -271,9 +259,7 @@ def test_whatever_is_damaged_is_words_or_calls_however_it_is_cut(style: CallStyl
         (DEEPSEEK_V31, both(V31)[:64], ['{"at": "a']),
     ],
 )  # fmt: skip
-def test_what_a_limit_cut_off_while_it_became_a_call_is_left_out(
-    style: CallStyle, text: str, calls: list[str]
-) -> None:
+def test_what_a_limit_cut_off_while_it_became_a_call_is_left_out(style: CallStyle, text: str, calls: list[str]) -> None:
     words, _, found = agree_however_cut(Reading(calls=style, tools=TOOLS), "Hm " + text, cut=True)
     assert (words, [arguments for _, arguments, _ in found]) == ("Hm ", calls)
 
@@ -325,9 +311,7 @@ SURROGATES = [
 
 @pytest.mark.parametrize(("call", "name"), SURROGATES)
 def test_lone_surrogates_of_a_call_stay_escapes(call: str, name: str) -> None:
-    _, _, ((found, arguments, _),) = agree_however_cut(
-        Reading(calls=HERMES), f"<tool_call>{call}</tool_call>"
-    )
+    _, _, ((found, arguments, _),) = agree_however_cut(Reading(calls=HERMES), f"<tool_call>{call}</tool_call>")
     assert (found, arguments) == (name, '{"at": "\\ud800"}')
 
 

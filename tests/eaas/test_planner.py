@@ -97,9 +97,7 @@ def test_the_best_fleet_keeps_every_limit_and_nobody_loses_by_faster_hardware(se
         try:
             chosen = plan(WORK, hardware, hardware, task)
         except PlanInfeasible as error:
-            assert "devices" in str(error) or "GB" in str(error) or "ms" in str(error), (
-                f"seed {seed}: {error}"
-            )
+            assert "devices" in str(error) or "GB" in str(error) or "ms" in str(error), f"seed {seed}: {error}"
             found.append((0.0, 0.0))
             continue
         for fleet in (chosen.disaggregated, chosen.monolithic):
@@ -112,13 +110,9 @@ def test_the_best_fleet_keeps_every_limit_and_nobody_loses_by_faster_hardware(se
             if fleet.servers:
                 held = task.replicas * WORK.layers * WORK.experts * WORK.expert_bytes
                 assert held <= fleet.servers * hardware.memory_bytes, f"seed {seed}: {fleet}"
-        found.append(
-            tuple(0.0 if f is None else f.per_price for f in (chosen.disaggregated, chosen.monolithic))
-        )
+        found.append(tuple(0.0 if f is None else f.per_price for f in (chosen.disaggregated, chosen.monolithic)))
     slow, fast = found
-    assert all(after >= before * 0.999 for before, after in zip(slow, fast, strict=True)), (
-        f"seed {seed}: {found}"
-    )
+    assert all(after >= before * 0.999 for before, after in zip(slow, fast, strict=True)), f"seed {seed}: {found}"
 
 
 def test_one_device_alone_costs_what_its_bytes_cost() -> None:

@@ -123,9 +123,7 @@ def test_blocks_of_those_who_did_not_ask_are_not_taken(alone: World) -> None:
     world = World()
     for id in prompts():
         params = SamplingParams(max_tokens=1, ignore_eos=True)
-        assert (
-            world.engine.submit(Submit(id=f"q{id}", attempt=1, prompt=prompts()[id], params=params)) is None
-        )
+        assert world.engine.submit(Submit(id=f"q{id}", attempt=1, prompt=prompts()[id], params=params)) is None
     while outcome := world.engine.step():
         assert not outcome.routed
     for id in prompts():

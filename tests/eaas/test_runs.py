@@ -37,9 +37,7 @@ class World:
         message = {name: given.pop(name) for name in ("prompt", "output", "attempt")}
         params = SamplingParams(**{"max_tokens": 30, "temperature": 0.0, **given})
         self.told[owner, id] = []
-        reply = self.runs.submit(
-            Submit(id=id, key=key, params=params, **message), owner, self.now_s, self.now_s
-        )
+        reply = self.runs.submit(Submit(id=id, key=key, params=params, **message), owner, self.now_s, self.now_s)
         if isinstance(reply, Failed):
             self.failed.append((owner, reply))
         elif isinstance(reply, Step):
@@ -301,9 +299,7 @@ def test_every_listener_has_every_token_once_whoever_comes_goes_and_dies() -> No
             start = draw.choice([0, 0, draw.randrange(39)])
             asked[owner, id] = key, start
             params: dict[str, Any] = draw.choice([{}, {}, {"logprobs": 1}])
-            world.submit(
-                owner, id, key, prompt=prompts[key], output=whole[key][:start], max_tokens=40, **params
-            )
+            world.submit(owner, id, key, prompt=prompts[key], output=whole[key][:start], max_tokens=40, **params)
         elif act < 0.35 and asked:
             owner, id = draw.choice(list(asked))
             assert world.runs.cancel(id, owner) or world.told[owner, id][-1].finish, seed

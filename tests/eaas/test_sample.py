@@ -142,9 +142,7 @@ def test_what_a_decoder_chose_is_kept_and_what_it_left_is_chosen() -> None:
     source = np.random.default_rng(SEED)
     for step in range(200):
         count = int(source.integers(1, 7))
-        requests = [
-            request_of(params_of(source), source.integers(0, VOCAB, 5).tolist(), [4]) for _ in range(count)
-        ]
+        requests = [request_of(params_of(source), source.integers(0, VOCAB, 5).tolist(), [4]) for _ in range(count)]
         slots = source.permutation(6)[:count].astype(np.int32)
         logits = source.standard_normal((count, VOCAB), dtype=np.float32)
         plan = plan_of(requests, slots)

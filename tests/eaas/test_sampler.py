@@ -54,9 +54,7 @@ def chi_square_fits(tokens: np.ndarray, expected: np.ndarray) -> None:
         observed, wanted = observed[:-1], wanted[:-1]
     freedom = max(len(wanted) - 1, 1)
     statistic = float(((observed - wanted) ** 2 / wanted).sum())
-    assert statistic < freedom + 5 * math.sqrt(2 * freedom), (
-        f"chi-square {statistic} of {freedom}, seed {SEED}"
-    )
+    assert statistic < freedom + 5 * math.sqrt(2 * freedom), f"chi-square {statistic} of {freedom}, seed {SEED}"
 
 
 @pytest.mark.parametrize(
@@ -177,9 +175,7 @@ def test_logprobs_come_from_untouched_logits() -> None:
     logits = (random().standard_normal(VOCAB) * 3).astype(np.float32)
     logits[[9, 4]] = logits.max() + 1
     exact = np.log(softmax(logits))
-    row = SamplingRow(
-        seed=1, index=0, temperature=0.0, forbidden=[4], frequency_penalty=2.0, output=[9], logprobs=5
-    )
+    row = SamplingRow(seed=1, index=0, temperature=0.0, forbidden=[4], frequency_penalty=2.0, output=[9], logprobs=5)
     sampled = one(logits, row)
     assert sampled.logprob == pytest.approx(exact[sampled.token], abs=1e-5)
     order = np.lexsort((np.arange(VOCAB), -logits))[:5].tolist()
@@ -283,13 +279,8 @@ def test_biases_are_added_before_penalties_and_do_not_show_in_log_probabilities(
         "temperature": 0.0,
     }
     one_by_one = one(changed, SamplingRow(seed=1, index=0, **penalties)).token
-    assert (
-        one(logits, SamplingRow(seed=1, index=0, biased=biased, biases=biases, **penalties)).token
-        == one_by_one
-    )
-    found = one(
-        logits, SamplingRow(seed=1, index=0, temperature=0.0, biased=biased, biases=biases, logprobs=0)
-    )
+    assert one(logits, SamplingRow(seed=1, index=0, biased=biased, biases=biases, **penalties)).token == one_by_one
+    found = one(logits, SamplingRow(seed=1, index=0, temperature=0.0, biased=biased, biases=biases, logprobs=0))
     assert found.token == VOCAB - 1
     assert found.logprob == pytest.approx(float(np.log(softmax(logits)[VOCAB - 1])), abs=1e-5)
     with pytest.raises(Refused, match="outside the vocabulary"):

@@ -52,9 +52,7 @@ class World:
         priority: int = 0,
     ) -> Request:
         stops = (stop,) if stop >= 0 else ()
-        params = SamplingParams(
-            max_tokens=max_tokens, stop_token_ids=stops, cache_salt=cache_salt, priority=priority
-        )
+        params = SamplingParams(max_tokens=max_tokens, stop_token_ids=stops, cache_salt=cache_salt, priority=priority)
         request = Request(
             owner=0,
             id=id,
@@ -121,9 +119,7 @@ def test_others_are_admitted_beside_requests_that_are_left_out_again() -> None:
     world.submit("other", [2, 3], 4)
     world.scheduler.abandon()
     world.scheduler.park([held])
-    assert world.scheduler.plan() is None, (
-        "who is left out for the first time may be followed by many like it"
-    )
+    assert world.scheduler.plan() is None, "who is left out for the first time may be followed by many like it"
     world.scheduler.unpark()
     plan = world.scheduler.plan()
     assert plan is not None and set(plan.seqs.tolist()) == {held.slot}, "it takes the whole step"
@@ -411,9 +407,7 @@ def test_a_limit_below_one_is_refused(name: str) -> None:
         SchedulerConfig(**{"max_model_len": 8, name: 0})  # pyright: ignore[reportArgumentType]
 
 
-Submit = st.tuples(
-    st.just("submit"), st.lists(st.integers(0, 2), min_size=1, max_size=20), st.integers(1, 12)
-)
+Submit = st.tuples(st.just("submit"), st.lists(st.integers(0, 2), min_size=1, max_size=20), st.integers(1, 12))
 Step = st.tuples(st.just("step"), st.integers(1, 6), st.just(0))
 Act = st.one_of(
     Submit,

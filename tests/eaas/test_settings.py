@@ -57,7 +57,8 @@ def test_ray_gives_each_process_what_it_computes_on(words: tuple[str, str]) -> N
 
 
 def test_a_process_is_started_with_what_differs_from_its_defaults_or_was_asked_for() -> None:
-    assert launched(pool="router") == ["--experts=2", "--journal=/s/cluster-1/router.sqlite", "--replicas=2"]
+    kept = ["--journal=/s/cluster-1/router.sqlite", "--models-file=/s/cluster-1/models.json"]
+    assert launched(pool="router") == ["--experts=2", "--first-model=m=/m", *kept, "--replicas=2"]
     assert launched("--deadline-s", "30", pool="gateway") == [
         "--deadline-s=30.0", "--jobs=/s/cluster-1/responses.sqlite", "--listen-fd=5",
         "--model=/m", "--resume-key-file=/s/cluster-1/resume.key", "--router=127.0.0.1:7",

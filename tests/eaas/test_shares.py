@@ -57,9 +57,7 @@ class Machine:
         self.loads: dict[str, Load] = {}
         self.steps = self.asked = 0
         self.first_step: dict[str, int] = {}
-        self.yielding: list[
-            bool
-        ] = []  # of the last step's requests that generate, which are in the background
+        self.yielding: list[bool] = []  # of the last step's requests that generate, which are in the background
 
     def ask(self, load: Load, prompt: int = 0, output: int = 0) -> Request:
         if not prompt:
@@ -295,9 +293,7 @@ def test_bits_are_those_of_a_request_alone_whoever_is_beside_it() -> None:
     seed = time.time_ns()
     draw = random.Random(seed)
     pool = BlockPool(blocks=24, block_tokens=BLOCK_TOKENS)
-    scheduler = Scheduler(
-        SchedulerConfig(max_model_len=64, step_tokens=8, max_running=6, background_rows=2), pool
-    )
+    scheduler = Scheduler(SchedulerConfig(max_model_len=64, step_tokens=8, max_running=6, background_rows=2), pool)
     decoder, asked = FakeDecoder(24), dict[str, tuple[list[int], int]]()
     requests: list[Request] = []
     for number in range(150):

@@ -86,10 +86,7 @@ class World:
     def submit(self, id: str, prompt: Sequence[int], output: Sequence[Told] = (), **params: Any) -> None:
         given = SamplingParams(**{"max_tokens": 40, "temperature": 1.0, **params})
         said = [told[1] for told in output]
-        assert (
-            self.engine.submit(Submit(id=id, attempt=1, prompt=list(prompt), output=said, params=given))
-            is None
-        )
+        assert self.engine.submit(Submit(id=id, attempt=1, prompt=list(prompt), output=said, params=given)) is None
         self.told[id] = list(output)
 
     def step(self) -> None:
@@ -252,9 +249,7 @@ def test_the_native_decoder_chooses_the_same_tokens_and_log_probabilities(
 
 def request_of(prompt: Sequence[int], output: Sequence[int] = (), max_tokens: int = 1 << 20) -> Request:
     params = SamplingParams(max_tokens=max_tokens)
-    return Request(
-        owner=0, id="r", attempt=1, prompt=np.array(prompt, np.int32), output=list(output), params=params
-    )
+    return Request(owner=0, id="r", attempt=1, prompt=np.array(prompt, np.int32), output=list(output), params=params)
 
 
 def test_a_guess_is_what_followed_the_last_time() -> None:
@@ -389,9 +384,7 @@ def test_a_row_that_was_thought_dear_on_a_bad_day_is_tried_again(guessing: list[
 
 
 @pytest.mark.parametrize("row_s", [0.0, 0.1])
-def test_where_rows_cost_next_to_nothing_all_requests_have_all_their_drafts(
-    row_s: float, guessing: list[int]
-) -> None:
+def test_where_rows_cost_next_to_nothing_all_requests_have_all_their_drafts(row_s: float, guessing: list[int]) -> None:
     """What a step of so many rows takes is known by nobody before one was tried."""
     for requests in (1, 8):
         life = Life(0.97, requests)

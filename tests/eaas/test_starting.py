@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -85,9 +87,7 @@ def test_what_gpus_do_not_compute_is_refused_before_anything_is_packed(
     assert not list(pack.cache_directory().glob("*"))
 
 
-def test_experts_of_a_pool_are_computed_by_cpus_alone_where_gpus_do_not(
-    printed: io.StringIO, tmp_path: Path
-) -> None:
+def test_experts_of_a_pool_are_computed_by_cpus_alone_where_gpus_do_not(printed: io.StringIO, tmp_path: Path) -> None:
     folder = make_model("tiny", "gpt_oss", tmp_path / "m", seed=0)
     with pytest.raises(ConfigInvalid, match="experts of GptOssForCausalLM are computed by CPUs alone"):
         starting.pack_experts(folder, "auto", ("cpu", "interpreter"))
@@ -103,3 +103,13 @@ def test_devices_that_keep_experts_in_different_types_are_refused_before_anythin
         starting.pack_experts(tmp_path / "q", "auto", ("cpu", "interpreter"))
     assert not list(pack.cache_directory().glob("*"))
     starting.pack_experts(tmp_path / "q", "bfloat16", ("cpu", "interpreter"))
+
+
+def test_ctrl_c_while_libraries_are_imported_ends_the_command_without_a_stack() -> None:
+    code = (
+        "import sys\nfrom eaas.__main__ import main\n"
+        "class Stop:\n  def find_spec(self, name, *_):\n    if name == 'typer': raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Stop())\nmain()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout + done.stderr) == (130, "")

@@ -53,9 +53,7 @@ def test_one_more_row_never_shortens_a_step_and_adds_at_most_its_even_part() -> 
         times = [found.of(rows) for rows in range(1, MOST + 1)]
         for rows in range(1, MOST):
             before, after = times[rows - 1], times[rows]
-            assert before <= after * (1 + 1e-9) <= before * (rows + 1) / rows * (1 + 1e-6), (
-                f"seed {drawn}: {rows}"
-            )
+            assert before <= after * (1 + 1e-9) <= before * (rows + 1) / rows * (1 + 1e-6), f"seed {drawn}: {rows}"
 
 
 def test_a_step_that_waited_says_little_and_all_sizes_follow_a_machine_that_slows_down() -> None:
@@ -99,9 +97,7 @@ def test_prompts_before_anybody_generates_are_known_by_what_they_took(machine: s
 
 @pytest.mark.parametrize("machine", list(MACHINES))
 @pytest.mark.parametrize("generating", [1, 8, 32, 200])
-def test_prompts_make_steps_twice_as_long_or_have_no_more_than_their_least_speed(
-    machine: str, generating: int
-) -> None:
+def test_prompts_make_steps_twice_as_long_or_have_no_more_than_their_least_speed(machine: str, generating: int) -> None:
     curve = MACHINES[machine]
     found, most = learned(curve), MOST - generating
     alone = MOST / curve(MOST)
@@ -202,9 +198,7 @@ def test_a_calm_step_that_was_thought_long_is_measured_again_while_prompts_keep_
 
     def add(id: str, prompt: int) -> None:
         params = SamplingParams(max_tokens=8192 if prompt == 1 else 1, ignore_eos=True)
-        scheduler.add(
-            Request(owner=0, id=id, attempt=1, prompt=np.zeros(prompt, np.int32), output=[], params=params)
-        )
+        scheduler.add(Request(owner=0, id=id, attempt=1, prompt=np.zeros(prompt, np.int32), output=[], params=params))
 
     for number in range(8):
         add(f"{number}", 1)
@@ -230,9 +224,7 @@ def test_an_engine_learns_from_its_steps_how_many_rows_of_prompts_others_can_bea
         return compute(plan, deadline_s)
 
     decoder.step = step
-    config = EngineConfig(
-        max_model_len=2048, block_tokens=BLOCK_TOKENS, kv_blocks=1024, step_tokens=MOST, vocab=VOCAB
-    )
+    config = EngineConfig(max_model_len=2048, block_tokens=BLOCK_TOKENS, kv_blocks=1024, step_tokens=MOST, vocab=VOCAB)
     engine = Engine(decoder, config, clock=lambda: now[0])
     for number, prompt in enumerate((600, 600, 600)):
         params = SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True)

@@ -29,7 +29,7 @@ from eaas.gateway.dashboard.board import (
     Heat,
     Server,
 )
-from eaas.ops.top import Feed, FeedRefused, Help, NoNews, Top, boards_in
+from eaas.ops.top import Feed, FeedRefused, Help, Top, boards_in
 from eaas.ops.top_picture import Show, draw
 from tests.eaas.view_world import INSPECTED, board, member, past, reading, size, story, two_of_each, view
 
@@ -186,13 +186,13 @@ class Still:
     url = "http://gateway/dashboard/events"
 
     def __init__(self) -> None:
-        self._told: queue.SimpleQueue[Board | NoNews | None] = queue.SimpleQueue()
+        self._told: queue.SimpleQueue[Board | str | None] = queue.SimpleQueue()
         self.closed = False
 
-    def news(self) -> Iterator[Board | NoNews]:
+    def news(self) -> Iterator[Board | str]:
         yield from iter(self._told.get, None)
 
-    def tell(self, news: Board | NoNews) -> None:
+    def tell(self, news: Board | str) -> None:
         self._told.put(news)
 
     def close(self) -> None:
@@ -252,7 +252,7 @@ def test_keys_pause_sort_explain_and_quit() -> None:
             assert isinstance(app.screen, Help)
             await pilot.press("q")
             await until(pilot, app, lambda: not isinstance(app.screen, Help))
-            feed.tell(NoNews(reason="nothing listens there"))
+            feed.tell("nothing listens there")
             await until_shown(pilot, app, "? NO NEWS, was whole")
             no_news = re.compile(r"✕ no news for \S+ s: nothing listens there")
             await until(pilot, app, lambda: no_news.search(shown_by(app)) is not None)
@@ -267,6 +267,33 @@ def test_keys_pause_sort_explain_and_quit() -> None:
             await pilot.press("q")
         assert app.return_value is None
         assert feed.closed
+
+    asyncio.run(play())
+
+
+def test_a_key_goes_round_the_models() -> None:
+    async def play() -> None:
+        feeds: dict[str, Still] = {name: Still() for name in ("a", "b")}
+        first = feeds["a"]
+        for feed in feeds.values():
+            feed.of = feeds.__getitem__  # type: ignore[attr-defined]
+        boards = {
+            name: replace(CALM, models=("a", "b"), facts=(f"model-{name}",), gateway=replace(CALM.gateway, model=name))
+            for name in feeds
+        }
+        app = Top(first, boards["a"])  # type: ignore[arg-type]
+        async with app.run_test(size=(80, 24)) as pilot:
+            await until_shown(pilot, app, "model-a")
+            assert "m  model" in shown_by(app)
+            await pilot.press("m")
+            feeds["b"].tell(boards["b"])
+            await until_shown(pilot, app, "model-b")
+            assert first.closed
+            first.closed, first._told = False, queue.SimpleQueue()
+            await pilot.press("m")
+            first.tell(boards["a"])
+            await until_shown(pilot, app, "model-a")
+            await pilot.press("q")
 
     asyncio.run(play())
 
@@ -319,7 +346,7 @@ def test_the_feed_goes_on_after_every_end_of_the_connection(monkeypatch: pytest.
     told: list[str] = []
 
     for news in feed.news():
-        told.append(news.verdict if isinstance(news, Board) else news.reason)
+        told.append(news.verdict if isinstance(news, Board) else news)
         if told[-1] == "degraded":
             feed.close()
     gateway.close()

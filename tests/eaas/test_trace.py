@@ -28,9 +28,7 @@ def test_every_lanes_time_belongs_to_phases_and_bits_stay() -> None:
     assert [len(step) for step in steps] == [2, 2, 2]
     for lane in (0, 1):
         spent = [step[lane] for step in steps]
-        assert {"norm", "project", "attend", "output", "gate", "gate_up", "down", "head", "meet"} <= set(
-            spent[0]
-        )
+        assert {"norm", "project", "attend", "output", "gate", "gate_up", "down", "head", "meet"} <= set(spent[0])
         assert 0 < sum(sum(phases.values()) for phases in spent) < elapsed_us
     runner.prefill(tokens)
     assert len(trace.steps()) == 3, "a step after the tracing was stamped"

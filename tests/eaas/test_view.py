@@ -121,9 +121,7 @@ def test_moves_close_together_are_one_and_a_later_one_is_another() -> None:
     assert marks[("expert/3", 1)] == GIVEN_UP
     history = follow(history, view(9, ONE, with_most, THREE, WORKER), 60.0)
     assert kinds(history) == ["begins", "moved", "moved"]
-    assert {place for place, _ in history.marks.items()} == {("expert/3", 0), ("expert/3", 1)}, (
-        "old marks stay"
-    )
+    assert {place for place, _ in history.marks.items()} == {("expert/3", 0), ("expert/3", 1)}, "old marks stay"
 
 
 def test_experts_on_no_server_are_told_once_and_the_end_of_it_too() -> None:
@@ -157,9 +155,7 @@ def test_whatever_views_come_the_history_stays_bounded_and_names_no_ghosts(seed:
         came = range(newest, newest + rng.randint(0, 2))
         newest += len(came)
         names = [n for n in (*names, *came) if rng.random() < 0.8][:6]
-        members = [
-            member(f"expert/{n}", rng.sample(ALL, rng.randint(0, 8)), rng.choice(states)) for n in names
-        ]
+        members = [member(f"expert/{n}", rng.sample(ALL, rng.randint(0, 8)), rng.choice(states)) for n in names]
         history = follow(history, view(epoch, *members, wanted=rng.randint(1, 3)), at_s)
         at_s += rng.random() * 20
         shown = board(history, at_s, pools={"expert": size(3, len(names))}, rows=[5] * 8)
@@ -169,17 +165,13 @@ def test_whatever_views_come_the_history_stays_bounded_and_names_no_ghosts(seed:
         assert len(columns) == len(set(columns)), f"seed {seed}: {columns}"
         assert {m.name for m in members} <= set(columns), f"seed {seed}"
         told = {lost.member.name for lost in history.lost}
-        assert {server.name for server in shown.heat.servers if server.state == "lost"} <= told, (
-            f"seed {seed}"
-        )
+        assert {server.name for server in shown.heat.servers if server.state == "lost"} <= told, f"seed {seed}"
 
 
 def test_copies_are_counted_as_one_by_one() -> None:
     rng = random.Random(7)
     for _ in range(50):
-        members = [
-            member(f"expert/{n}", rng.sample(ALL, rng.randint(0, 8))) for n in range(1, rng.randint(2, 6))
-        ]
+        members = [member(f"expert/{n}", rng.sample(ALL, rng.randint(0, 8))) for n in range(1, rng.randint(2, 6))]
         seen = view(1, *members)
         each = [len(seen.replicas(layer, expert)) for layer in range(LAYERS) for expert in range(EXPERTS)]
         assert copies(seen) == (min(each), each.count(min(each)))
@@ -338,9 +330,7 @@ def test_every_trouble_has_its_verdict_and_its_words(case: str, verdict: str, sa
         "forming": lambda: board(story((0.0, view(1, member("expert/1", state="warming")))), 1.0),
         # One of three was lost, and the pool then made smaller: nothing is missing.
         "shrunk": lambda: board(
-            story(
-                (0.0, WHOLE_VIEW), (1.0, view(7, member("expert/2", ALL), member("expert/3", ALL), WORKER))
-            ),
+            story((0.0, WHOLE_VIEW), (1.0, view(7, member("expert/2", ALL), member("expert/3", ALL), WORKER))),
             2.0,
             pools={"expert": size(2, 2)},
         ),

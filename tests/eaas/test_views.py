@@ -34,8 +34,11 @@ class Judge:
         self.pairs = {layer: Counter[tuple[int, int]]() for layer in LAYERS}
         self.experts = {layer: Counter[tuple[int, int]]() for layer in LAYERS}
         self.entropy = {layer: dict[int, list[float]]() for layer in LAYERS}
+        self.window = 0
 
     def add(self, tokens: NDArray, gates: dict, chosen: dict, at_s: float) -> None:
+        # Time goes on with a step of no tokens, too.
+        self.window = int(at_s // WINDOW_S) if gates else self.window
         for layer, logits in gates.items():
             for row in logits.astype(np.float64):
                 share = np.exp(row - row.max()) / np.exp(row - row.max()).sum()
@@ -67,13 +70,12 @@ def test_of_few_tokens_everything_is_counted_exactly(run: int) -> None:
         views.add(*rows, at_s)
         judge.add(*rows, at_s)
         at_s += rng.random() * 2 if rng.random() < 0.95 else WINDOW_S * rng.integers(1, WINDOWS)
-        last = int(max(max(known, default=0) for known in judge.entropy.values()))
     shown = views.summary()
     assert [view.layer for view in shown] == list(LAYERS), f"seed {seed}"
     often = sorted(judge.tokens.values(), reverse=True)[:MOST_TOKENS]
     for view in shown:
         layer = view.layer
-        windows = [judge.entropy[layer].get(last - back, []) for back in reversed(range(WINDOWS))]
+        windows = [judge.entropy[layer].get(judge.window - back, []) for back in reversed(range(WINDOWS))]
         means = [np.mean(each) if each else -1 for each in windows]
         means = means if max(means) >= 0 else []
         assert view.entropy == pytest.approx(means, abs=1e-5), f"seed {seed}"

@@ -72,9 +72,7 @@ def member(name: str, pairs: Sequence[int] = (), state: str = "serving", **load:
 
 
 def view(epoch: int, *members: Member, term: int = 1, wanted: int = 2) -> View:
-    return View(
-        term=term, epoch=epoch, replicas_wanted=wanted, layers=LAYERS, experts=EXPERTS, members=members
-    )
+    return View(term=term, epoch=epoch, replicas_wanted=wanted, layers=LAYERS, experts=EXPERTS, members=members)
 
 
 def size(wanted: int, live: int, starting: int = 0) -> PoolSize:

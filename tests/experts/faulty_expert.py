@@ -17,7 +17,7 @@ import numpy as np
 
 from experts import loading
 from experts.kernels import PackedExpert, answer_of
-from p2p import ShmEndpoint
+from p2p.local import ShmEndpoint
 
 
 def plant(fault: str) -> None:

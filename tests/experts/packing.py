@@ -32,9 +32,7 @@ def _packed_int8(w: np.ndarray) -> np.ndarray:
     tiles, groups = len(w) // TILE_ROWS, q.shape[1]
     steps = q.reshape(tiles, TILE_ROWS, groups, int8.GROUP // 4, 4).transpose(0, 2, 3, 1, 4)
     columns = scales.reshape(tiles, TILE_ROWS, groups).transpose(0, 2, 1)
-    parts = (
-        np.ascontiguousarray(part).view(np.uint8).reshape(tiles, groups, -1) for part in (columns, steps)
-    )
+    parts = (np.ascontiguousarray(part).view(np.uint8).reshape(tiles, groups, -1) for part in (columns, steps))
     return np.concatenate(list(parts), axis=2).reshape(-1)
 
 

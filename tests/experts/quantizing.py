@@ -188,9 +188,7 @@ def quantize_model(
             continue
         fields, parts, wanted[name] = mxfp4(tensor) if method == "mxfp4" else quantized(tensor, method)
         config["quantization_config"] = fields
-        stored |= {
-            f"{name.removesuffix('weight')}{part}": value.contiguous() for part, value in parts.items()
-        }
+        stored |= {f"{name.removesuffix('weight')}{part}": value.contiguous() for part, value in parts.items()}
     save_file(stored, out / "model.safetensors", {"format": "pt"})
     save_file(
         {name: weight.contiguous() for name, weight in wanted.items()},

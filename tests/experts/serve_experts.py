@@ -19,7 +19,7 @@ from experts.faults import SERVER_FAULTS, SelfInflicted
 from experts.model import Dtype
 from experts.proto import experts_pb2_grpc as rpc
 from experts.server import ExpertServer, ExpertsService
-from p2p import ShmEndpoint
+from p2p.local import ShmEndpoint
 from router.faults import SERVER_POINTS, Fault
 from tests.experts.steps import Weights, shape_of
 
@@ -36,7 +36,7 @@ def main(order: dict) -> None:
 
     def hold(layer: int, expert: int) -> None:
         key = (layer, expert)
-        server.set_expert(layer, expert, weights.gate_up[key], weights.down[key])
+        server.first.set_expert(layer, expert, weights.gate_up[key], weights.down[key])
 
     for layer, expert in order["held"]:
         hold(layer, expert)
@@ -66,7 +66,7 @@ def main(order: dict) -> None:
         elif word == "clear":
             faults.end(numbers[0])
         elif word == "drop":
-            server.clear_expert(*map(int, numbers))
+            server.first.clear_expert(*map(int, numbers))
         print(len(server.clients), flush=True)
     ended.set()
     reaper.join()

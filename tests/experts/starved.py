@@ -57,9 +57,7 @@ def each(
 def begun() -> tuple[World, Call]:
     """A request under way to one of two servers, each of which has every expert."""
     world = World(shape=shape_of(), dtype=Dtype.FLOAT32, servers=2, seed=23)
-    for server, layer, expert in itertools.product(
-        range(2), range(world.shape.layers), range(world.shape.experts)
-    ):
+    for server, layer, expert in itertools.product(range(2), range(world.shape.layers), range(world.shape.experts)):
         world.hold(server, layer, expert)
     client = world.add_client()
     world.publish(client, 1)
@@ -104,7 +102,7 @@ def native_experts() -> None:
     sizes = (2**32 - 1, 65535, 64)
     check(not library.expert_client_new(*sizes, 2, 0, 1, 1, 1, None, 1), "a client of absurd size")
     check(
-        not library.expert_server_new(*sizes, 64, 2, 0, 1, 1, 1, None, None, 4096, None),
+        not library.expert_server_new(1 << 24, *sizes[1:], 64, 2, 0, 1, 1, 1, None, None, 4096, None),
         "a server of absurd size",
     )
     print("sizes 2", flush=True)

@@ -60,6 +60,11 @@ def shape_of(
     )
 
 
+def sizes_of(shape: ExpertShape) -> tuple[int, ...]:
+    """As native code takes them."""
+    return shape.layers, shape.experts, shape.hidden, shape.intermediate, shape.top_k
+
+
 def to_bits(values: NDArray[np.float32], dtype: Dtype) -> NDArray[Any]:
     """float32 rows as the dtype holds them (bfloat16 as uint16)."""
     if dtype is Dtype.FLOAT32:
@@ -88,9 +93,7 @@ class Weights:
                 )
                 self.gate_up[layer, expert] = packed
                 packed = _aligned(self.library.experts_pack_bytes(dtype, hidden, inter))
-                self.library.experts_pack_matrix(
-                    dtype, down.ctypes.data, dtype, hidden, inter, packed.ctypes.data
-                )
+                self.library.experts_pack_matrix(dtype, down.ctypes.data, dtype, hidden, inter, packed.ctypes.data)
                 self.down[layer, expert] = packed
 
     def row(self, layer: int, expert: int, x: NDArray[Any]) -> NDArray[np.float32]:
@@ -187,6 +190,7 @@ class Link:
     """One client and one server."""
 
     index: int
+    place: int
     request: Memory
     reply: Memory
     life: tuple[socket.socket, socket.socket]
@@ -204,12 +208,15 @@ class World:
         seed: int,
         slots: int = 2,
         slot_bytes: int = 1 << 16,
+        lanes: int = 1,
         library: ctypes.CDLL | None = None,
     ) -> None:
+        """Args: lanes: of a server; of more than one, `run_servers` has it serve instead of `step_servers`."""
         self.shape, self.dtype, self.slots, self.slot_bytes = shape, dtype, slots, slot_bytes
-        self.library = library or native.load()
+        self.library, self.lanes, self.seed = library or native.load(), lanes, seed
         self.weights = Weights(shape, dtype, seed)
         self.now_ns = 1_000_000_000
+        self.model, self.model_hash, self.others = 0, MODEL_HASH, list[World]()
         self.servers: list[Server] = []
         self.clients: list[int] = []
         self.links: dict[tuple[int, int], Link] = {}
@@ -219,18 +226,13 @@ class World:
     def add_server(self) -> int:
         """A server with no experts and no clients; its number."""
         incarnation = 100 + len(self.servers)
-        cores = (ctypes.c_int32 * 1)(-1)
-        s = self.shape
+        cores = (ctypes.c_int32 * self.lanes)(*[-1] * self.lanes)
         handle = self.library.expert_server_new(
-            s.layers,
-            s.experts,
-            s.hidden,
-            s.intermediate,
-            s.top_k,
+            *sizes_of(self.shape),
             self.dtype,
             MODEL_HASH,
             incarnation,
-            1,
+            self.lanes,
             cores,
             None,
             self.slot_bytes,
@@ -240,20 +242,40 @@ class World:
         self.servers.append(Server(handle, incarnation))
         return len(self.servers) - 1
 
+    def beside(self, shape: ExpertShape) -> World:
+        """The same servers, each with one more model, and that one's clients; closed with this one."""
+        other = World(
+            shape=shape,
+            dtype=self.dtype,
+            servers=0,
+            seed=self.seed + 1 + len(self.others),
+            slots=self.slots,
+            slot_bytes=self.slot_bytes,
+            library=self.library,
+        )
+        self.others.append(other)
+        other.model_hash += len(self.others)
+        for server in self.servers:
+            other.model = self.library.expert_server_add_model(
+                server.handle, *sizes_of(shape), self.dtype, other.model_hash, None
+            )
+            assert other.model > 0
+            other.servers.append(Server(server.handle, server.incarnation))
+        return other
+
     def hold(self, server: int, layer: int, expert: int) -> None:
         """Give a server an expert."""
         key = (layer, expert)
         self.servers[server].held.add(key)
         gate_up, down = self.weights.gate_up[key].ctypes.data, self.weights.down[key].ctypes.data
-        assert (
-            self.library.expert_server_set_expert(self.servers[server].handle, layer, expert, gate_up, down)
-            == 0
-        )
+        handle = self.servers[server].handle
+        assert self.library.expert_server_set_expert(handle, self.model, layer, expert, gate_up, down) == 0
 
     def drop(self, server: int, layer: int, expert: int) -> None:
         """Take it away."""
         self.servers[server].held.discard((layer, expert))
-        self.library.expert_server_clear_expert(self.servers[server].handle, layer, expert)
+        handle = self.servers[server].handle
+        assert self.library.expert_server_set_expert(handle, self.model, layer, expert, None, None) == 0
 
     def add_client(self, max_tokens: int = 64, lanes: int = 1, weight: int = 1) -> int:
         """A client attached to every server; its number."""
@@ -265,7 +287,7 @@ class World:
             s.hidden,
             s.top_k,
             self.dtype,
-            MODEL_HASH,
+            self.model_hash,
             1000 + number,
             lanes,
             None,
@@ -304,8 +326,10 @@ class World:
             weight=weight,
             slots=self.slots,
             slot_bytes=self.slot_bytes,
+            model=self.model,
         )
-        assert self.library.expert_server_add_client(them.handle, theirs) >= 0
+        place = self.library.expert_server_add_client(them.handle, theirs)
+        assert place >= 0
         ours = native.ServerLink(
             tx=request.address,
             tx_bytes=request.nbytes,
@@ -321,7 +345,7 @@ class World:
         )
         index = self.library.expert_client_add_server(self.clients[client], ours)
         assert index >= 0
-        self.links[client, server] = Link(index, request, reply, life)
+        self.links[client, server] = Link(index, place, request, reply, life)
 
     def publish(self, client: int, epoch: int, without: set[int] | None = None) -> None:
         """Routes to every server that holds an expert, except `without`."""
@@ -331,9 +355,7 @@ class World:
                 able = [
                     self.links[client, i].index
                     for i, server in enumerate(self.servers)
-                    if (layer, expert) in server.held
-                    and i not in (without or set())
-                    and (client, i) in self.links
+                    if (layer, expert) in server.held and i not in (without or set()) and (client, i) in self.links
                 ]
                 table[layer, expert, : len(able)] = able
         self.library.expert_client_publish_routes(self.clients[client], epoch, table.ctypes.data)
@@ -353,6 +375,17 @@ class World:
             if not server.dead and not server.frozen
         )
 
+    def run_servers(self) -> None:
+        """Batches of each server that runs, by all of its lanes, for some milliseconds."""
+        for server in self.servers:
+            self.library.expert_server_run(server.handle, 5_000_000)
+
+    def counters(self, server: int) -> native.ServerCounters:
+        """What a server counted."""
+        counters = native.ServerCounters()
+        self.library.expert_server_counters(self.servers[server].handle, counters)
+        return counters
+
     def adopted(self, client: int) -> int:
         """The epoch that the router may count on."""
         return self.library.expert_client_adopted_epoch(self.clients[client])
@@ -360,14 +393,14 @@ class World:
     def stats(self, client: int, server: int) -> native.ServerStats:
         """What the client counted."""
         stats = native.ServerStats()
-        assert (
-            self.library.expert_client_stats(self.clients[client], self.links[client, server].index, stats)
-            == 0
-        )
+        assert self.library.expert_client_stats(self.clients[client], self.links[client, server].index, stats) == 0
         return stats
 
     def close(self) -> None:
         """Free everything."""
+        for other in self.others:
+            other.servers.clear()
+            other.close()
         for client in self.clients:
             self.library.expert_client_free(client)
         for server in self.servers:
@@ -398,9 +431,7 @@ class Call:
         self.world, self.client, self.layer = world, client, layer
         self.x = to_bits(rng.standard_normal((n, shape.hidden)), world.dtype)
         spoilt(self.x)
-        self.ids = np.stack([rng.permutation(shape.experts)[: shape.top_k] for _ in range(n)]).astype(
-            np.uint16
-        )
+        self.ids = np.stack([rng.permutation(shape.experts)[: shape.top_k] for _ in range(n)]).astype(np.uint16)
         self.ids[rng.random(self.ids.shape) < without] = NO_EXPERT
         self.gates = rng.random((n, shape.top_k), dtype=np.float32)
         self.before = rng.standard_normal((n, shape.hidden)).astype(np.float32)
@@ -423,9 +454,7 @@ class Call:
 
     def step(self) -> int:
         """One step of the client."""
-        self.status = self.world.library.expert_client_step(
-            self.world.clients[self.client], self.world.now_ns
-        )
+        self.status = self.world.library.expert_client_step(self.world.clients[self.client], self.world.now_ns)
         return self.status
 
     def run(self, tick_ns: int = 100_000, limit: int = 200_000) -> int:

@@ -143,7 +143,7 @@ def test_rows_that_are_not_finite_are_sent_to_nobody_and_are_nan(dtype: Dtype) -
     stats = [world.stats(0, server) for server in range(2)]
     assert sum(s.pairs for s in stats) == len(good) * world.shape.top_k
     assert not any(s.corrupt or s.redispatches for s in stats)
-    assert not any(world.library.expert_server_take_doubtful(s.handle) >= 0 for s in world.servers)
+    assert not any(world.library.expert_server_take_doubtful(s.handle, 0) >= 0 for s in world.servers)
     world.close()
 
 
@@ -238,9 +238,7 @@ IN_PARTS = Mutant(source=_SOURCE, says="staging.sums.data() + at * hidden;", ins
 
 
 @pytest.mark.full(seconds=12)
-@pytest.mark.parametrize(
-    "mutant", [None, WEIGHED, SENT, IN_PARTS], ids=["none", "weighed", "sent", "in parts"]
-)
+@pytest.mark.parametrize("mutant", [None, WEIGHED, SENT, IN_PARTS], ids=["none", "weighed", "sent", "in parts"])
 def test_without_its_care_a_call_gives_other_bits(mutant: Mutant | None, tmp_path: Path) -> None:
     world = made(Dtype.BFLOAT16, library=mutant and mutant.library(tmp_path))
     rows, ids, weights, wanted = drawn(world, 12)

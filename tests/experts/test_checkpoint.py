@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-import mmap
 import os
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from experts import tensor_file
 from experts.checkpoint import Checkpoint, CheckpointInvalid
-from tests.experts.checkpoint_files import file_bytes, resident, safetensors_bytes, write_model
+from tests.experts.checkpoint_files import file_bytes, safetensors_bytes, write_model
 
 TENSORS = {
     "a": np.arange(6, dtype=np.float32).reshape(2, 3),
@@ -201,37 +203,101 @@ def test_a_missing_directory_is_named(tmp_path: Path) -> None:
         Checkpoint.open(tmp_path / "absent")
 
 
-def test_the_fingerprint_changes_with_config_header_and_first_bytes_only(tmp_path: Path) -> None:
+def test_the_fingerprint_changes_with_config_and_every_byte_and_with_nothing_else(tmp_path: Path) -> None:
     root = write_model(tmp_path / "m")
     base = Checkpoint.open(root).fingerprint
     assert base == Checkpoint.open(write_model(tmp_path / "same")).fingerprint
     assert len(base) == 64
-    assert base != Checkpoint.open(write_model(tmp_path / "seed", seed=1)).fingerprint
-
-    content = bytearray((root / "model.safetensors").read_bytes())
-    content[-1] ^= 1  # beyond the first 64 bytes of the last tensor
-    (root / "model.safetensors").write_bytes(content)
-    assert base == Checkpoint.open(root).fingerprint
-    start = 8 + int.from_bytes(content[:8], "little")
-    content[start] ^= 1
-    (root / "model.safetensors").write_bytes(content)
-    assert base != Checkpoint.open(root).fingerprint
-
+    whole = (root / "model.safetensors").read_bytes()
+    start = 8 + int.from_bytes(whole[:8], "little")
+    seed = int(np.random.default_rng().integers(1 << 31))
+    for at in (start, len(whole) - 1, *np.random.default_rng(seed).integers(start, len(whole), 20).tolist()):
+        content = bytearray(whole)
+        content[at] ^= 1
+        (root / "model.safetensors").write_bytes(content)
+        assert base != Checkpoint.open(root).fingerprint, f"seed {seed} byte {at}"
     config = tmp_path / "same" / "config.json"
     config.write_text(config.read_text() + "\n")
     assert base != Checkpoint.open(tmp_path / "same").fingerprint
 
 
-def test_the_fingerprint_reads_a_page_of_each_tensor(tmp_path: Path) -> None:
-    tensors = {str(number): np.full(4 << 20, number, np.uint8) for number in range(8)}
-    path = model(tmp_path, safetensors_bytes(tensors)) / "model.safetensors"
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    if resident(path).any():
-        pytest.skip("needs a file system that lets go of pages, found one that holds them")
-    checkpoint = Checkpoint.open(tmp_path)
-    opened = resident(path).sum()
-    assert len(checkpoint.fingerprint) == 64
-    # A sample may lie across two pages, and file systems cache in folios of a few.
-    assert resident(path).sum() - opened <= len(tensors) * (64 << 10) // mmap.PAGESIZE
+def test_the_fingerprint_heeds_which_of_two_files_a_tensor_is_meant_from_and_not_their_names(
+    tmp_path: Path,
+) -> None:
+    found = set()
+    for number, (first, second, meant) in enumerate((("1", "2", "1"), ("2", "1", "2"), ("1", "2", "2"))):
+        root = tmp_path / str(number)
+        root.mkdir()
+        (root / "config.json").write_text("{}")
+        (root / first).write_bytes(safetensors_bytes({"a": TENSORS["a"], "b": TENSORS["b"]}))
+        (root / second).write_bytes(safetensors_bytes({"a": -TENSORS["a"], "c": TENSORS["c"]}))
+        weight_map = {"a": meant, "b": first, "c": second}
+        (root / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+        found.add((number == 2, Checkpoint.open(root).fingerprint))
+    assert len(found) == len({fingerprint for _, fingerprint in found}) == 2
+
+
+@pytest.fixture
+def noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A checkpoint whose digest is noted at once, and for every size."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(tensor_file, "NOTED_BYTES", 0)
+    monkeypatch.setattr(tensor_file, "SETTLED_S", -60.0)
+    return write_model(tmp_path / "m")
+
+
+def count_reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The files that are read whole from now on."""
+    reads, whole = list[str](), hashlib.file_digest
+
+    def digest(file: Any, kind: str) -> Any:
+        reads.append(file.name)
+        return whole(file, kind)
+
+    monkeypatch.setattr(hashlib, "file_digest", digest)
+    return reads
+
+
+def test_a_large_file_is_read_once_and_again_when_anything_wrote_to_it(
+    noted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads, file = count_reads(monkeypatch), noted / "model.safetensors"
+    base = Checkpoint.open(noted).fingerprint
+    assert Checkpoint.open(noted).fingerprint == base and len(reads) == 1
+    # Times that were set back, as archives and downloads do, leave the time of the change itself.
+    before, content = file.stat(), bytearray(file.read_bytes())
+    content[-1] ^= 1
+    with file.open("r+b") as data:
+        data.write(content)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    changed = Checkpoint.open(noted).fingerprint
+    assert changed != base and len(reads) == 2
+    # Another file of the same name, size and time.
+    content[-1] ^= 1
+    other = file.with_name("other")
+    other.write_bytes(content)
+    os.utime(other, ns=(before.st_atime_ns, before.st_mtime_ns))
+    other.replace(file)
+    assert Checkpoint.open(noted).fingerprint == base and len(reads) == 3
+    assert Checkpoint.open(noted).fingerprint == base and len(reads) == 3
+
+
+def test_what_was_written_just_now_is_read_again_and_so_is_what_a_torn_note_tells_of(
+    noted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, reads = Checkpoint.open(noted).fingerprint, count_reads(monkeypatch)
+    (note,) = (tmp_path / "cache" / "eaas" / "digests").iterdir()
+    text = note.read_bytes()
+    for torn in (b"", text[:64], text[:-1], text.replace(text[:64], b""), b"\xff" * 99):
+        note.write_bytes(torn)
+        reads.clear()
+        assert Checkpoint.open(noted).fingerprint == base and len(reads) == 1, torn
+    note.unlink()
+    monkeypatch.setattr(tensor_file, "SETTLED_S", 60.0)
+    reads.clear()
+    for _ in range(2):
+        assert Checkpoint.open(noted).fingerprint == base
+    assert len(reads) == 2 and not note.read_bytes()
+    # Without a place for notes there are none.
+    monkeypatch.setenv("XDG_CACHE_HOME", str(noted / "config.json"))
+    assert Checkpoint.open(noted).fingerprint == base

@@ -11,8 +11,9 @@ from experts.backend import DeviceUnavailable
 from experts.devices import CPU, CUDA, INTERPRETER, Device
 from experts.formats import experts_dtype
 from experts.model import Dtype
-from p2p import P2PError, ShmEndpoint
 from p2p.cuda_driver import CudaDriver, CudaMissing
+from p2p.endpoint import P2PError
+from p2p.local import ShmEndpoint
 from p2p.transport import TransportChoice
 from tests.experts.checkpoint_files import QWEN3
 
@@ -30,9 +31,7 @@ def test_a_device_is_read_as_it_is_named(text: str, kind: str, index: int) -> No
     assert Device.parse(text) == Device(kind=kind, index=index)
 
 
-@pytest.mark.parametrize(
-    "text", ["", "gpu", "cpu:0", "cuda:", "cuda:-1", "cuda:x", "cuda:\u0662", "interpreter:1"]
-)
+@pytest.mark.parametrize("text", ["", "gpu", "cpu:0", "cuda:", "cuda:-1", "cuda:x", "cuda:\u0662", "interpreter:1"])
 def test_another_word_is_refused_with_those_there_are(text: str) -> None:
     with pytest.raises(ValueError, match="cpu, cuda:0 or interpreter is needed"):
         Device.parse(text)

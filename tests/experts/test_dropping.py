@@ -135,9 +135,7 @@ def test_the_table_names_whoever_is_attached_and_says_who_is_awaited() -> None:
         )
 
     members = (member(1, {0, 1}), member(2, {1, 2}), member(3, {2}))
-    view = View(
-        term=1, epoch=1, replicas_wanted=2, layers=shape.layers, experts=shape.experts, members=members
-    )
+    view = View(term=1, epoch=1, replicas_wanted=2, layers=shape.layers, experts=shape.experts, members=members)
     rest = [NO_SERVER] * 6
     for given_up, last in ((set[str](), AWAITED), ({"expert/2"}, NO_SERVER)):
         table = table_of(shape, view, {"expert/1": 5, "expert/3": 7}, given_up)

@@ -137,9 +137,7 @@ def test_a_server_that_is_not_heard_is_done_without_until_it_is_again(
 
 
 @pytest.mark.full(seconds=3)
-def test_a_server_whose_every_reply_was_lost_is_asked_again(
-    cluster: Cluster, rng: np.random.Generator
-) -> None:
+def test_a_server_whose_every_reply_was_lost_is_asked_again(cluster: Cluster, rng: np.random.Generator) -> None:
     """A reply that is lost for good holds its slot; with all of them held, only another link brings the server back."""
     (server,) = cluster.start(1, 1)
     client = cluster.client()

@@ -190,9 +190,7 @@ def by_definition(tensors: Mapping[str, torch.Tensor], bits: int, less_one: bool
     columns = np.arange(rows)
     code = np.array([words[k // per] >> (bits * (k % per)) & mask for k in range(len(table))])
     zero = np.array([zeros[g][columns // per] >> (bits * (columns % per)) & mask for g in table])
-    return (
-        (torch.from_numpy((code - zero).astype(np.float16))) * tensors["scales"][tensors["g_idx"].long()]
-    ).T
+    return ((torch.from_numpy((code - zero).astype(np.float16))) * tensors["scales"][tensors["g_idx"].long()]).T
 
 
 def by_gptqmodel(tensors: Mapping[str, torch.Tensor], bits: int, group: int, less_one: bool) -> torch.Tensor:
@@ -216,9 +214,7 @@ def by_gptqmodel(tensors: Mapping[str, torch.Tensor], bits: int, group: int, les
 @pytest.mark.parametrize("permuted", [False, True], ids=["in-order", "permuted"])
 @pytest.mark.parametrize("group", [32, 128, -1])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_gptq_is_what_its_definition_says(
-    bits: int, group: int, permuted: bool, judge: str, tmp_path: Path
-) -> None:
+def test_gptq_is_what_its_definition_says(bits: int, group: int, permuted: bool, judge: str, tmp_path: Path) -> None:
     permuted = permuted and group > 0
     for form in ("gptq", "gptq_v2"):
         fields = {
@@ -270,9 +266,7 @@ def test_exceptions_name_modules_or_parts_of_names_or_patterns() -> None:
     assert scheme.stored(MODULE) == group
     assert scheme.stored("model.layers.0.mlp.gate_proj") is None
     assert scheme.stored("model.layers.3.self_attn.q_proj") is scheme.stored("lm_head") is None
-    skips = scheme_of(
-        {"quantization_config": FP8 | {"modules_to_not_convert": ["gate", "mlp.shared_expert"]}}
-    )
+    skips = scheme_of({"quantization_config": FP8 | {"modules_to_not_convert": ["gate", "mlp.shared_expert"]}})
     assert skips.stored("model.layers.0.mlp.gate") is None
     assert skips.stored("model.layers.0.mlp.shared_expert.up_proj") is None
     assert skips.stored(MODULE) == Stored(codes=Codes.E4M3, group=128)
@@ -281,9 +275,7 @@ def test_exceptions_name_modules_or_parts_of_names_or_patterns() -> None:
     }
     gptq_scheme = scheme_of({"quantization_config": dynamic})
     assert gptq_scheme.stored("model.layers.0.mlp.gate") is None
-    kinds = {
-        name: gptq_scheme.stored(f"model.layers.0.mlp.experts.0.{name}") for name in ("up_proj", "down_proj")
-    }
+    kinds = {name: gptq_scheme.stored(f"model.layers.0.mlp.experts.0.{name}") for name in ("up_proj", "down_proj")}
     assert [(kind.codes, kind.group) for kind in kinds.values() if kind] == [
         (Codes.UINT4, 128),
         (Codes.INT8, 64),
@@ -438,9 +430,7 @@ def test_columns_permuted_into_groups_are_not_kept(order: object) -> None:
 def test_a_block_larger_than_the_matrix_takes_no_more_room(block: list[int], tmp_path: Path) -> None:
     weight = torch.ones(8, 256, dtype=torch.float8_e4m3fn)
     scales = torch.full((-(-8 // block[0]), -(-256 // block[1])), 3.0)
-    checkpoint = opened(
-        tmp_path, FP8 | {"weight_block_size": block}, {"weight": weight, "weight_scale": scales}
-    )
+    checkpoint = opened(tmp_path, FP8 | {"weight_block_size": block}, {"weight": weight, "weight_scale": scales})
     tracemalloc.start()
     same(read(checkpoint, 8, 256), torch.full((8, 256), 3.0), block)
     peak = tracemalloc.get_traced_memory()[1]
@@ -474,9 +464,7 @@ def test_a_tensor_that_is_missing_or_misshapen_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointInvalid, match=r"scales is \(0, 64\); rows and groups are needed"):
         read(opened(tmp_path / "groups", GPTQ, none), 64, 128)
     odd = {"weight": codes, "weight_scale_inv": torch.ones(2, 2)}
-    with pytest.raises(
-        CheckpointInvalid, match=r"weight_scale_inv is \(2, 2\); 64 x 128 in blocks of \(128, 128\)"
-    ):
+    with pytest.raises(CheckpointInvalid, match=r"weight_scale_inv is \(2, 2\); 64 x 128 in blocks of \(128, 128\)"):
         read(opened(tmp_path / "odd", FP8, odd), 64, 128)
     fields = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True}
     wrong = gptq(64, 128, 4, 32, True)

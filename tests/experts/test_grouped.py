@@ -85,9 +85,7 @@ def test_an_expert_computes_its_definition_and_a_row_alone_has_its_bits(
 ) -> None:
     seed, generator = fresh
     inter, hidden = 83, 150
-    weights = [
-        grouped.sample(dtype, *size, generator) for size in ((inter, hidden),) * 2 + ((hidden, inter),)
-    ]
+    weights = [grouped.sample(dtype, *size, generator) for size in ((inter, hidden),) * 2 + ((hidden, inter),)]
     activation = Activation(alpha=1.702, limit=1.5, shift=1.0) if biased else SWIGLU
     biases = [generator.standard_normal(size, np.float32) * biased for size in (inter, inter, hidden)]
     packed = pack_expert(
@@ -106,9 +104,7 @@ def test_an_expert_computes_its_definition_and_a_row_alone_has_its_bits(
 
 @pytest.mark.parametrize("dtype", KEPT)
 @pytest.mark.parametrize(("rows", "k"), SIZES[:-1])
-def test_what_was_packed_comes_back(
-    dtype: Dtype, rows: int, k: int, fresh: tuple[int, np.random.Generator]
-) -> None:
+def test_what_was_packed_comes_back(dtype: Dtype, rows: int, k: int, fresh: tuple[int, np.random.Generator]) -> None:
     seed, generator = fresh
     w, other = (grouped.sample(dtype, rows, k, generator) for _ in range(2))
     found = grouped.unpack(pack_matrix(w, dtype).data, dtype, rows, k)
@@ -134,15 +130,11 @@ def test_larger_groups_are_repeated_and_smaller_ones_refused() -> None:
         packed = pack_matrix(w, dtype)
         found = grouped.unpack(packed.data, dtype, *w.shape)
         assert np.array_equal(found.dequantized(), w.dequantized())
-    with pytest.raises(
-        ValueError, match="uint4 in groups of 64 with offsets; int4 keeps uint4 in groups of 128"
-    ):
+    with pytest.raises(ValueError, match="uint4 in groups of 64 with offsets; int4 keeps uint4 in groups of 128"):
         pack_matrix(stored(64), Dtype.INT4)
     with pytest.raises(ValueError, match="fp8 keeps e4m3 in groups of 128 or multiples"):
         pack_matrix(stored(128), Dtype.FP8)
-    with pytest.raises(
-        ValueError, match="gate is stored as uint4 in groups of 128, up as uint4 in groups of 32"
-    ):
+    with pytest.raises(ValueError, match="gate is stored as uint4 in groups of 128, up as uint4 in groups of 32"):
         pack_expert(stored(128, 64), stored(32, 64), stored(128, 64), Dtype.INT4)
 
 
@@ -152,9 +144,7 @@ def test_what_is_no_number_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="a code of fp8 is NaN"):
         pack_matrix(nan, Dtype.FP8)
     for scale in (3.0, 0.0, np.inf, 2.0**-128):
-        odd = Quantized(
-            kind=Codes.E2M1, codes=np.zeros((64, 32), np.uint8), scales=ones * np.float32(scale), group=32
-        )
+        odd = Quantized(kind=Codes.E2M1, codes=np.zeros((64, 32), np.uint8), scales=ones * np.float32(scale), group=32)
         with pytest.raises(ValueError, match="a scale of mxfp4 is"):
             pack_matrix(odd, Dtype.MXFP4)
     with pytest.raises(ValueError, match="mxfp4 is of weights that the checkpoint holds so"):

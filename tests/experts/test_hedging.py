@@ -19,9 +19,7 @@ TICK_NS = 50_000
 def made(
     servers: int, replicas: int, seed: int, slots: int = 2, library: ctypes.CDLL | None = None
 ) -> tuple[World, np.random.Generator]:
-    world = World(
-        shape=shape_of(), dtype=Dtype.FLOAT32, servers=servers, seed=seed, slots=slots, library=library
-    )
+    world = World(shape=shape_of(), dtype=Dtype.FLOAT32, servers=servers, seed=seed, slots=slots, library=library)
     spread(world, replicas)
     world.publish(world.add_client(), 1)
     return world, np.random.default_rng(seed)

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from random import Random
 
 import grpc
 import numpy as np
@@ -15,15 +16,14 @@ import pytest
 
 from experts.client import ExpertClient
 from experts.cpu import CpuBackend
-from experts.links import ATTACH_S, CONNECT_BACK_S
-from experts.model import Dtype
+from experts.links import ATTACH_S, CONNECT_BACK_S, AttachFailed, config_of
+from experts.model import Dtype, ExpertShape
 from experts.proto import experts_pb2 as pb
 from experts.proto import experts_pb2_grpc as rpc
 from experts.server import ExpertServer, ExpertsService
 from experts.wire import VERSION
-from p2p import ShmEndpoint
 from p2p.descriptor import Descriptor, Transport
-from p2p.local import LocalPeer, LocalWindow
+from p2p.local import LocalPeer, LocalWindow, ShmEndpoint
 from p2p.shm_link import new_token
 from router.view import Member, View
 from tests.experts.exchange import exchange
@@ -56,6 +56,7 @@ class Frozen(rpc.ExpertsServicer):
 
     def __init__(self, wire_version: int = VERSION) -> None:
         self.wire_version = wire_version
+        self.weights: list[int] = []
         name = b"\0p2p-" + new_token().hex().encode()
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.listener.bind(name)
@@ -66,6 +67,7 @@ class Frozen(rpc.ExpertsServicer):
         self.descriptor = offer.encode()
 
     def Attach(self, request: pb.AttachRequest, context: grpc.ServicerContext) -> pb.AttachReply:
+        self.weights.append(request.weight)
         return pb.AttachReply(
             request_descriptor=self.descriptor,
             server_incarnation=8,
@@ -95,7 +97,7 @@ class World:
         endpoint = ShmEndpoint(f"expert/{incarnation}", incarnation)
         server = ExpertServer(endpoint=endpoint, shape=SHAPE, dtype=Dtype.FLOAT32, model_hash=FINGERPRINT)
         for key, gate_up in self.weights.gate_up.items():
-            server.set_expert(*key, gate_up, self.weights.down[key])
+            server.first.set_expert(*key, gate_up, self.weights.down[key])
         server.start()
         self.undo += [endpoint.close, server.close]
         service = ExpertsService()
@@ -112,13 +114,15 @@ class World:
         self,
         on_adopted: Callable[[int], None] | None = None,
         incarnation: int = 100,
+        shape: ExpertShape = SHAPE,
+        fingerprint: str = FINGERPRINT,
     ) -> tuple[ExpertClient, PoorEndpoint]:
         endpoint = PoorEndpoint(f"attention/{incarnation}", incarnation)
         client = ExpertClient(
             endpoint=endpoint,
-            shape=SHAPE,
+            shape=shape,
             dtype=Dtype.FLOAT32,
-            model_hash=FINGERPRINT,
+            model_hash=fingerprint,
             incarnation=incarnation,
             on_adopted=on_adopted,
         )
@@ -143,14 +147,15 @@ class World:
             ),
         )  # fmt: skip
 
-    def check(self, client: ExpertClient, deadline_s: float = 10.0) -> None:
+    def check(self, client: ExpertClient, deadline_s: float = 10.0, weights: Weights | None = None) -> None:
         """One call with the reference's bits."""
-        rng = np.random.default_rng(self.epoch)
-        rows = rng.standard_normal((5, SHAPE.hidden)).astype(np.float32)
-        ids = np.stack([rng.permutation(SHAPE.experts)[: SHAPE.top_k] for _ in range(5)]).astype(np.uint16)
-        gates = rng.random((5, SHAPE.top_k), dtype=np.float32)
-        out = np.zeros((5, SHAPE.hidden), np.float32)
-        wanted = self.weights.reference(1, rows, ids, gates, out)
+        weights = weights or self.weights
+        shape, rng = weights.shape, np.random.default_rng(self.epoch)
+        rows = rng.standard_normal((5, shape.hidden)).astype(np.float32)
+        ids = np.stack([rng.permutation(shape.experts)[: shape.top_k] for _ in range(5)]).astype(np.uint16)
+        gates = rng.random((5, shape.top_k), dtype=np.float32)
+        out = np.zeros((5, shape.hidden), np.float32)
+        wanted = weights.reference(1, rows, ids, gates, out)
         found = exchange(client, 1, rows, ids, gates, deadline_s)
         assert found.tobytes() == wanted.tobytes(), f"seed {self.epoch}"
 
@@ -173,9 +178,7 @@ def until(true: Callable[[], object], within_s: float = 10.0) -> bool:
     return True
 
 
-def hold_up(
-    endpoint: ShmEndpoint, monkeypatch: pytest.MonkeyPatch
-) -> tuple[threading.Event, list[LocalPeer]]:
+def hold_up(endpoint: ShmEndpoint, monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, list[LocalPeer]]:
     """Lets no disconnect end until the event is set; the list is of those that were asked for."""
     let_go, asked, disconnect = threading.Event(), [], endpoint.disconnect
 
@@ -186,6 +189,30 @@ def hold_up(
 
     monkeypatch.setattr(endpoint, "disconnect", disconnect_slowly)
     return let_go, asked
+
+
+def test_one_server_serves_clients_of_two_models(world: World) -> None:
+    server, address = world.server(5)
+    other = Weights(shape_of(hidden=80, intermediate=24), Dtype.FLOAT32, 2)
+    fingerprint = "cd" * 32
+    model = server.open_model(
+        shape=other.shape, dtype=Dtype.FLOAT32, model_hash=fingerprint, config=b'{"of": "the other"}'
+    )
+    for key, gate_up in other.gate_up.items():
+        model.set_expert(*key, gate_up, other.down[key])
+    view = world.view((5, address, EVERY))
+    first, _ = world.client()
+    second, _ = world.client(incarnation=101, shape=other.shape, fingerprint=fingerprint)
+    for client in (first, second):
+        client.apply_view(view)
+        assert until(lambda client=client: client.covers)
+    for _ in range(5):
+        world.check(first)
+        world.check(second, weights=other)
+    (member,) = view.members
+    assert config_of(member, None, fingerprint) == {"of": "the other"} and config_of(member, None) == {}
+    with pytest.raises(AttachFailed, match="FAILED_PRECONDITION: model ef is asked for; here is"):
+        config_of(member, None, "ef")
 
 
 def test_a_client_answers_while_its_links_close_and_closes_each_once(
@@ -299,9 +326,7 @@ def test_links_are_let_go_and_made_whatever_is_raised_between(world: World) -> N
     assert broken
     assert until(lambda: client.attached == ("expert/6",), 5)
     world.check(client)
-    assert until(lambda: len(endpoint._peers) == 1 and len(endpoint._windows) == 1, 5), (
-        "the first link leaked"
-    )
+    assert until(lambda: len(endpoint._peers) == 1 and len(endpoint._windows) == 1, 5), "the first link leaked"
 
 
 def test_a_server_that_drains_serves_until_its_heir_is_attached(world: World) -> None:
@@ -374,7 +399,8 @@ def test_a_server_of_another_release_is_not_used_whichever_side_is_newer(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
     newer, address = world.server(7)
-    newer._backend = CpuBackend(wire_version=VERSION + 1)
+    newer._backend = CpuBackend()
+    newer._backend.wire_version = VERSION + 1
     # It does not know the word, as none did at first, and lets everybody in.
     older = Frozen(wire_version=0)
     world.undo.append(older.listener.close)
@@ -413,3 +439,20 @@ def test_a_withdrawn_window_is_replaced_and_the_reply_window_waits_for_the_serve
     endpoint.progress()
     assert retired_bytes(endpoint) == 0
     world.check(client)
+
+
+def test_a_weight_that_changes_is_told_to_servers_that_are_attached_from_then_on(world: World) -> None:
+    service = Frozen(wire_version=VERSION + 1)
+    world.undo.append(service.listener.close)
+    address = world.listen(service)
+    client, _ = world.client()
+    first, second = Random(seed := time.time_ns() % 2**31).sample(range(1, 1001), 2)
+    client.weight = first
+    client.apply_view(world.view((8, address, EVERY)))
+    assert until(lambda: service.weights)
+    assert service.weights[0] == first, seed
+    client.weight = second
+    count = len(service.weights) + 1
+    client.apply_view(world.view((9, address, EVERY)))
+    assert until(lambda: len(service.weights) > count)
+    assert service.weights[-1] == second, seed

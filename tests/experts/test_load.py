@@ -12,13 +12,15 @@ from benchmarks.make_model import make_model
 from experts.__main__ import Load
 from experts.backend import ServerCounters
 from experts.config import CHECKPOINT, ExpertOptions
-from experts.cpu import CPU_ACTIVATION_ROWS, CpuBackend
+from experts.cpu import CpuBackend
 from experts.devices import Device
-from experts.model import Dtype
+from experts.model import Dtype, ExpertShape
 from experts.wire import WireShape
 from router.client import JoinRefused
 from router.events import Totals
 from tests.experts.steps import shape_of
+
+ACTIVATION_ROWS = 5  # experts/native/server.cpp
 
 
 class Counted:
@@ -26,11 +28,10 @@ class Counted:
 
     cores = (0, 1)
     clients = ("attention/1",)
-    shape = shape_of()
-    dtype = Dtype.FLOAT32
 
-    def __init__(self) -> None:
-        self.found = {"rows": 0, "pairs": 0, "experts": 0, "busy_ns": 0}
+    def __init__(self, shape: ExpertShape | None = None) -> None:
+        self.first, self.shape, self.dtype = self, shape or shape_of(), Dtype.FLOAT32
+        self.found = {"rows": 0, "pairs": 0, "experts": 0, "busy_ns": 0, "work": 0}
 
     def counters(self) -> ServerCounters:
         return ServerCounters(**self.found)
@@ -39,6 +40,7 @@ class Counted:
         for name, more in (("rows", rows), ("pairs", 2 * rows), ("experts", experts)):
             self.found[name] += more
         self.found["busy_ns"] += int(busy_s * 1e9)
+        self.found["work"] += (2 * rows + ACTIVATION_ROWS * experts) * self.shape.hidden * self.shape.intermediate // 64
 
 
 class Told:
@@ -84,7 +86,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 def test_the_load_is_that_of_the_time_since_the_last_report(clock: list[float]) -> None:
     server = Counted()
-    load = Load(server, Told(), CPU_ACTIVATION_ROWS)  # type: ignore[arg-type]
+    load = Load(server, Told())  # type: ignore[arg-type]
     clock[0] += 2
     assert load() == {"busy": 0, "rows_per_s": 0, "pairs_per_s": 0, "clients": 1}
     server.work(rows=100, experts=20, busy_s=0.5)
@@ -101,10 +103,10 @@ def test_speed_does_not_depend_on_how_rows_are_batched_and_follows_the_last_seco
 ) -> None:
     """Pairs and weights read cost alike whether few rows activate many experts or many rows few."""
     server = Counted()
-    load = Load(server, Told(), CPU_ACTIVATION_ROWS)  # type: ignore[arg-type]
+    load = Load(server, Told())  # type: ignore[arg-type]
 
     def report(rows: int, experts: int, cost_s: float) -> float:
-        cost = 2 * rows + CPU_ACTIVATION_ROWS * experts
+        cost = 2 * rows + ACTIVATION_ROWS * experts
         server.work(rows=rows, experts=experts, busy_s=cost * cost_s)
         clock[0] += 0.5
         return load()["speed"]
@@ -120,7 +122,7 @@ def test_speed_does_not_depend_on_how_rows_are_batched_and_follows_the_last_seco
 
 def test_the_router_hears_once_a_second_what_was_counted_since_the_process_began(clock: list[float]) -> None:
     server, told = Counted(), Told()
-    load = Load(server, told, CPU_ACTIVATION_ROWS)  # type: ignore[arg-type]
+    load = Load(server, told)  # type: ignore[arg-type]
     for _ in range(8):
         server.work(rows=10, experts=3, busy_s=0.125)
         clock[0] += 0.25

@@ -63,7 +63,7 @@ class Loading:
             name="expert/9",
             server=self.held,
             weights=weights,
-            report=lambda held, epoch: self.reports.append((held, epoch)),
+            report=lambda held, epoch, opened: self.reports.append((held, epoch)),
             failed=self.faults.append,
         )
         world.undo.append(self.loader.close)
@@ -104,7 +104,8 @@ def test_a_loader_serves_what_it_tested_and_drops_what_is_not_wanted(world: Worl
     run.want(PAIRS[3:7], 2)
     run.wait(lambda: held_of(run.reports[-1]) == PAIRS[3:7])
     assert sorted(run.held.at) == PAIRS[3:7] and run.reports[-1][1] == 2
-    assert run.loader.holds(*PAIRS[3]) and not run.loader.holds(*PAIRS[2])
+    own = world.whole.layout.fingerprint
+    assert run.loader.holds(own, *PAIRS[3]) and not run.loader.holds(own, *PAIRS[2])
 
 
 def test_an_expert_mapped_at_another_ones_place_is_never_held(world: World) -> None:
@@ -121,9 +122,7 @@ def test_an_expert_mapped_at_another_ones_place_is_never_held(world: World) -> N
     assert all(set(held_of(report)) <= set(PAIRS[:2]) for report in run.reports)
 
 
-def test_an_expert_that_fails_its_self_test_once_is_had_anew(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_expert_that_fails_its_self_test_once_is_had_anew(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     answers, right = iter((bytes(32),)), loading.answer_of
     monkeypatch.setattr(loading, "answer_of", lambda expert: next(answers, None) or right(expert))
     peer, asked = world.peer(1), []
@@ -172,9 +171,7 @@ def test_weights_that_rot_after_loading_are_found_and_mended(world: World) -> No
     assert not run.faults
 
 
-def test_weights_that_rot_at_a_sibling_that_lends_them_are_mended_in_the_own_file(
-    world: World, tmp_path: Path
-) -> None:
+def test_weights_that_rot_at_a_sibling_that_lends_them_are_mended_in_the_own_file(world: World, tmp_path: Path) -> None:
     tune = Checkpoint.open(fine_tune(world.checkpoint.directory, tmp_path / "tune", PAIRS[:1]))
     base, packed = (
         PackedExperts.open(each, SHAPE, Dtype.BFLOAT16, directory=tmp_path / "cache")

@@ -44,9 +44,7 @@ class Server:
             replies=found.replies + replies,
             in_flight=found.in_flight + replies * in_flight,
             service_ns=found.service_ns + service_ns,
-            latency_ns=found.latency_ns
-            + service_ns
-            + int(replies * away_us * US * self.rng.uniform(0.7, 1.4)),
+            latency_ns=found.latency_ns + service_ns + int(replies * away_us * US * self.rng.uniform(0.7, 1.4)),
             late=late,
             link_slow=link_slow,
         )

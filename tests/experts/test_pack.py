@@ -78,6 +78,25 @@ def test_a_mapped_expert_computes_its_definition(tmp_path: Path, checkpoint: Che
     assert np.abs(found - wanted).max() < 2**-8 * np.abs(wanted).max(), "seed 3"
 
 
+def test_whoever_packs_holds_no_page_of_the_checkpoint(tmp_path: Path, checkpoint: Checkpoint) -> None:
+    def mapped_kib() -> int:
+        smaps = Path("/proc/self/smaps").read_text()
+        found = re.findall(r"/model\.safetensors\n.*?^Rss: +(\d+) kB$", smaps, re.M | re.S)
+        assert found, "the checkpoint is not mapped"
+        return sum(map(int, found))
+
+    assert all(checkpoint.tensor(name).any() for name in checkpoint.names()) and mapped_kib() > 0
+    packed = opened(checkpoint, tmp_path / "c")
+    assert mapped_kib() == 0
+    # One that went bad is read from the checkpoint again.
+    with packed.path.open("r+b") as out:
+        out.seek(packed.layout.offset(0, 0))
+        out.write(bytes(64))
+    Weights(name="e-0", packed=packed, endpoint=None, checkpoint=checkpoint).expert(0, 0, NOBODY)
+    packed.verify(0, 0)
+    assert mapped_kib() == 0
+
+
 def test_a_second_open_builds_nothing(tmp_path: Path, checkpoint: Checkpoint) -> None:
     first = opened(checkpoint, tmp_path / "c")
     before = first.path.stat()
@@ -87,9 +106,7 @@ def test_a_second_open_builds_nothing(tmp_path: Path, checkpoint: Checkpoint) ->
     assert second.path.stat() == before
 
 
-def test_caches_of_other_checkpoints_and_dtypes_stand_beside_it(
-    tmp_path: Path, checkpoint: Checkpoint
-) -> None:
+def test_caches_of_other_checkpoints_and_dtypes_stand_beside_it(tmp_path: Path, checkpoint: Checkpoint) -> None:
     first = opened(checkpoint, tmp_path / "c")
     other = opened(Checkpoint.open(write_model(tmp_path / "m2", seed=1)), tmp_path / "c")
     wide = PackedExperts.open(checkpoint, SHAPE, Dtype.FLOAT32, directory=tmp_path / "c")
@@ -169,9 +186,7 @@ def test_an_expert_without_finite_rows_is_said_before_anything_is_served(tmp_pat
         opened(Checkpoint.open(root), tmp_path / "c")
 
 
-def test_a_truncated_cache_is_rebuilt(
-    tmp_path: Path, checkpoint: Checkpoint, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_truncated_cache_is_rebuilt(tmp_path: Path, checkpoint: Checkpoint, caplog: pytest.LogCaptureFixture) -> None:
     path = opened(checkpoint, tmp_path / "c").path
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     for length in (0, 100, 5000, path.stat().st_size - 1):
@@ -183,9 +198,7 @@ def test_a_truncated_cache_is_rebuilt(
         assert "reason=size" in caplog.text
 
 
-def test_every_flipped_header_or_digest_byte_leads_to_a_rebuild(
-    tmp_path: Path, checkpoint: Checkpoint
-) -> None:
+def test_every_flipped_header_or_digest_byte_leads_to_a_rebuild(tmp_path: Path, checkpoint: Checkpoint) -> None:
     path = opened(checkpoint, tmp_path / "c").path
     layout = layout_of(SHAPE, DTYPE, checkpoint.fingerprint)
     content = path.read_bytes()
@@ -284,6 +297,39 @@ def test_fine_tunes_that_begin_alike_are_told_apart(tmp_path: Path) -> None:
         assert bytes(tune.blob(*pair)) != bytes(base.blob(*pair))
 
 
+def test_one_byte_in_the_middle_of_a_tensor_makes_another_model_with_experts_of_its_own(
+    tmp_path: Path,
+) -> None:
+    seed = time.time_ns()
+    rng = np.random.default_rng(seed)
+    folder = make_model("tiny", "qwen3_moe", tmp_path / "base", seed=1)
+    base = Checkpoint.open(folder)
+    shape = ExpertShape.from_config(base.config)
+    pairs = [TINY_PAIRS[n] for n in rng.choice(len(TINY_PAIRS), 2, replace=False)]
+    tunes: list[Checkpoint] = []
+    for number, pair in enumerate(pairs):
+        root = fine_tune(folder, tmp_path / str(number), ())
+        file = base._file(name := shape.names(*pair)[2])
+        entry = file.entries[name]
+        # The sign of one weight.
+        weight = int(rng.integers(40, (entry.end - entry.begin) // 2 - 40))
+        with (root / "model.safetensors").open("r+b") as data:
+            data.seek(at := file._start + entry.begin + 2 * weight + 1)
+            (byte,) = data.read(1)
+            data.seek(at)
+            data.write(bytes([byte ^ 0x80]))
+        tunes.append(Checkpoint.open(root))
+    assert len({checkpoint.fingerprint for checkpoint in (base, *tunes)}) == 3, f"seed {seed}"
+    packs = [PackedExperts.open(each, shape, DTYPE, directory=tmp_path / "cache") for each in (base, *tunes)]
+    assert len({packed.path for packed in packs}) == 3
+    x = to_dtype(rng.standard_normal((8, shape.hidden), np.float32), DTYPE)
+    for checkpoint, packed, pair in zip(tunes, packs[1:], pairs, strict=True):
+        alone = PackedExperts.open(checkpoint, shape, DTYPE, directory=checkpoint.directory / "alone")
+        said = {each: ffn(each.expert(*pair), x).tobytes() for each in (alone, *packs)}
+        assert said.pop(packed) == said.pop(alone), f"seed {seed}"
+        assert len(set(said.values())) == 1 and ffn(packed.expert(*pair), x).tobytes() not in said.values(), seed
+
+
 def test_fine_tunes_share_the_bytes_of_the_experts_that_they_share(tmp_path: Path) -> None:
     made = Family(tmp_path)
     base, tune = made.shared()
@@ -338,9 +384,7 @@ def mapped_bytes(made: Family, *checkpoints: Checkpoint) -> int:
         for each in checkpoints
     ]
     try:
-        assert [server.stdout and server.stdout.readline() for server in servers] == [b"ready\n"] * len(
-            servers
-        )
+        assert [server.stdout and server.stdout.readline() for server in servers] == [b"ready\n"] * len(servers)
         maps = "".join(Path(f"/proc/{server.pid}/smaps").read_text() for server in servers)
     finally:
         for server in servers:
@@ -374,9 +418,7 @@ def judge_bytes(made: Family) -> None:
     other = PackedExperts.begin(Manifest(layout=base.layout, entries=turned), made.cache)
     for pair, blob in zip(TINY_PAIRS, [*blobs[1:], blobs[0]], strict=True):
         other.fill(*pair, np.frombuffer(blob, np.uint8))
-    assert {pair: bytes(tune.blob(*pair)) for pair in TINY_PAIRS} == wanted, (
-        "mapped before, the old one is read"
-    )
+    assert {pair: bytes(tune.blob(*pair)) for pair in TINY_PAIRS} == wanted, "mapped before, the old one is read"
     again = made.code.PackedExperts.find(tune.layout, made.cache)
     for pair in TINY_PAIRS:
         again.verify(*pair)
@@ -419,9 +461,7 @@ def judge_damage(made: Family) -> None:
 
 
 @pytest.mark.parametrize("judge", [judge_bytes, judge_damage])
-def test_shared_bytes_are_right_whatever_befalls_the_sibling(
-    tmp_path: Path, judge: Callable[[Family], None]
-) -> None:
+def test_shared_bytes_are_right_whatever_befalls_the_sibling(tmp_path: Path, judge: Callable[[Family], None]) -> None:
     judge(Family(tmp_path))
 
 
@@ -499,9 +539,7 @@ def test_fine_tunes_that_are_packed_at_once_beside_a_builder_that_was_killed_are
     seed = int(np.random.default_rng().integers(1 << 31))
     pauses = np.random.default_rng(seed).uniform(0.2, 1.0, 2)
     for pause_s in pauses:
-        doomed = subprocess.Popen(
-            [*command, str(made.tune.directory), str(made.cache)], stdout=subprocess.DEVNULL
-        )
+        doomed = subprocess.Popen([*command, str(made.tune.directory), str(made.cache)], stdout=subprocess.DEVNULL)
         time.sleep(pause_s)
         doomed.kill()
         doomed.wait()

@@ -18,7 +18,7 @@ import pytest
 from experts.backend import ExpertsLost
 from experts.client import ExpertClient
 from experts.model import CHOICES, Dtype
-from p2p import ShmEndpoint
+from p2p.local import ShmEndpoint
 from router import bitmap
 from router.view import Member, View
 from tests.experts.exchange import exchange
@@ -122,9 +122,7 @@ class Cluster:
     def view(self, without: tuple[Process, ...] = ()) -> View:
         self.epoch += 1
         members = tuple(server.member() for server in self.servers if server not in without)
-        return View(
-            term=1, epoch=self.epoch, replicas_wanted=1, layers=2, experts=SIZES["experts"], members=members
-        )
+        return View(term=1, epoch=self.epoch, replicas_wanted=1, layers=2, experts=SIZES["experts"], members=members)
 
     def client(self, lanes: int = 1, max_tokens: int = 64) -> ExpertClient:
         number = 1000 + len(self.clients)
@@ -142,14 +140,10 @@ class Cluster:
         self.clients.append(client)
         return client
 
-    def check(
-        self, client: ExpertClient, rng: np.random.Generator, n: int, deadline_s: float = 20.0
-    ) -> float:
+    def check(self, client: ExpertClient, rng: np.random.Generator, n: int, deadline_s: float = 20.0) -> float:
         """One call with the reference's bits; its seconds."""
         rows = to_bits(rng.standard_normal((n, SIZES["hidden"])), self.dtype)
-        ids = np.stack([rng.permutation(SIZES["experts"])[: SIZES["top_k"]] for _ in range(n)]).astype(
-            np.uint16
-        )
+        ids = np.stack([rng.permutation(SIZES["experts"])[: SIZES["top_k"]] for _ in range(n)]).astype(np.uint16)
         gates = rng.random((n, SIZES["top_k"]), dtype=np.float32)
         layer = int(rng.integers(2))
         out = rng.standard_normal((n, SIZES["hidden"])).astype(np.float32)
@@ -322,9 +316,7 @@ def test_the_windows_of_a_client_that_goes_are_freed(cluster: Cluster) -> None:
     assert server.tell("clients") == 0
 
 
-def test_a_client_of_another_model_is_refused_and_told_why(
-    cluster: Cluster, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_client_of_another_model_is_refused_and_told_why(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
     cluster.start(1, 1)
     endpoint = ShmEndpoint("attention/9", 9, 1)
     other = ExpertClient(

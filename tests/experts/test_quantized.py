@@ -31,6 +31,4 @@ def test_a_short_last_group_has_its_own_scale_and_offset() -> None:
 
 def test_scales_that_do_not_fit_their_codes_are_refused() -> None:
     with pytest.raises(ValueError, match=r"need scales, and offsets, of shape \(1, 2\); found \(1, 1\)"):
-        Quantized(
-            kind=Codes.INT8, codes=np.zeros((1, 5), np.uint8), scales=np.ones((1, 1), np.float32), group=4
-        )
+        Quantized(kind=Codes.INT8, codes=np.zeros((1, 5), np.uint8), scales=np.ones((1, 1), np.float32), group=4)

@@ -17,7 +17,7 @@ import pytest
 from experts.checkpoint import Checkpoint
 from experts.client import ExpertClient
 from experts.model import Dtype, ExpertShape
-from p2p import ShmEndpoint
+from p2p.local import ShmEndpoint
 from router.client import RouterClient
 from tests.experts.exchange import exchange
 from tests.experts.test_service import EXPERTS, HIDDEN, LAYERS, TOP_K, Child, write_checkpoint
@@ -39,9 +39,7 @@ class Cluster:
         self.control = RouterClient(self.router.said["address"])
         self.children = [self.router]
         checkpoint = Checkpoint.open(self.model)
-        identity = self.control.join(
-            pool="attention", address="127.0.0.1:1", model_hash=checkpoint.fingerprint
-        )
+        identity = self.control.join(pool="attention", address="127.0.0.1:1", model_hash=checkpoint.fingerprint)
         self.endpoint = ShmEndpoint(identity.name, identity.incarnation, 1)
         self.client = ExpertClient(
             endpoint=self.endpoint,
@@ -81,9 +79,7 @@ class Cluster:
         for layer in range(LAYERS):
             rows = rng.standard_normal((16, HIDDEN)).astype(np.float32)
             ids = np.stack([rng.permutation(EXPERTS)[:TOP_K] for _ in range(16)]).astype(np.uint16)
-            found += exchange(
-                self.client, layer, rows, ids, rng.random((16, TOP_K), np.float32), 20.0
-            ).tobytes()
+            found += exchange(self.client, layer, rows, ids, rng.random((16, TOP_K), np.float32), 20.0).tobytes()
         return found
 
     def close(self) -> None:

@@ -13,9 +13,7 @@ def fresh_seed() -> int:
     return random.SystemRandom().randrange(1 << 31)
 
 
-def table_of(
-    source: np.random.Generator, layers: int, experts: int, servers: int, replicas: int
-) -> np.ndarray:
+def table_of(source: np.random.Generator, layers: int, experts: int, servers: int, replicas: int) -> np.ndarray:
     """Random replicas, in the order of places, as views list them."""
     table = np.full((layers, experts, MOST_REPLICAS), NO_SERVER, np.uint8)
     for layer in range(layers):
@@ -44,9 +42,7 @@ def test_servers_that_all_hold_the_same_share_the_work_by_their_speeds() -> None
     table = table_of(source, 2, 256, 3, 3)
     work, speed = np.ones((2, 256)) + source.random((2, 256)), np.array([1.0, 2.0, 1.0])
     given = work_of(spread(table, work, speed), work, 3)
-    assert np.allclose(given / given.sum(axis=1, keepdims=True), speed / speed.sum(), atol=0.02), (
-        f"seed {seed}"
-    )
+    assert np.allclose(given / given.sum(axis=1, keepdims=True), speed / speed.sum(), atol=0.02), f"seed {seed}"
     # In the order of places the first had it all.
     assert (work_of(table, work, 3)[:, 1:] == 0).all()
 

@@ -20,8 +20,8 @@ from experts.proto import experts_pb2 as pb
 from experts.server import ExpertServer, ServerClosed
 from experts.transfer import Refused
 from experts.wire import VERSION
-from p2p import ShmEndpoint, Status
-from p2p.local import LocalPeer, LocalWindow
+from p2p.endpoint import Status
+from p2p.local import LocalPeer, LocalWindow, ShmEndpoint
 from p2p.window import WindowLayout
 from router.view import Identity
 from tests.experts.steps import shape_of
@@ -86,12 +86,12 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ExpertServer, Endpoi
 
 
 def request_for(server: ExpertServer, window: LocalWindow) -> pb.AttachRequest:
-    shape = server.shape
+    shape = server.first.shape
     return pb.AttachRequest(
         wire_version=VERSION,
         name="attention/9", incarnation=9, server_incarnation=5, model_hash=FINGERPRINT,
         layers=shape.layers, experts=shape.experts, hidden=shape.hidden, top_k=shape.top_k,
-        dtype=server.dtype, reply_descriptor=window.descriptor, lanes=1, slots=LAYOUT.slots,
+        dtype=server.first.dtype, reply_descriptor=window.descriptor, lanes=1, slots=LAYOUT.slots,
         slot_bytes=LAYOUT.payload_bytes,
     )  # fmt: skip
 
@@ -119,9 +119,10 @@ def test_a_server_that_was_closed_is_asked_in_vain(
     server.close()
     assert server.counters().rows == 0
     server.set_lease(0)
-    server.clear_expert(0, 0)
+    server.first.clear_expert(0, 0)
+    assert server.first.doubtful() is None
     with pytest.raises(ServerClosed):
-        server.set_expert(0, 0, np.zeros(1, np.uint8), np.zeros(1, np.uint8))
+        server.first.set_expert(0, 0, np.zeros(1, np.uint8), np.zeros(1, np.uint8))
     with pytest.raises(Refused) as refusal:
         server.attach(request_for(server, client.export_window(LAYOUT.nbytes)))
     assert refusal.value.code is grpc.StatusCode.UNAVAILABLE

@@ -20,7 +20,7 @@ from experts.checkpoint import Checkpoint
 from experts.client import ExpertClient
 from experts.kernels import ffn_reference, from_dtype
 from experts.model import Dtype, ExpertShape
-from p2p import ShmEndpoint
+from p2p.local import ShmEndpoint
 from router.client import RouterClient
 from tests.experts.exchange import exchange
 from tests.host_stalls import bounded
@@ -80,9 +80,7 @@ class Child:
         with os.fdopen(reader) as pipe:
             self.said: dict[str, Any] = json.loads(pipe.readline() or "{}")
         self._log: list[str] = []
-        self._drain = threading.Thread(
-            target=lambda: self._log.extend(self.process.stderr or ()), daemon=True
-        )
+        self._drain = threading.Thread(target=lambda: self._log.extend(self.process.stderr or ()), daemon=True)
         self._drain.start()
 
     def end(self) -> int:
@@ -111,9 +109,7 @@ def router(tmp_path: Path) -> Iterator[Child]:
 
 def start_server(router: Child, model: Path, tmp_path: Path, *more: str) -> Child:
     """One expert server."""
-    return Child(
-        ["-m", "experts", "--router", router.said["address"], "--model", str(model), *more], tmp_path
-    )
+    return Child(["-m", "experts", "--router", router.said["address"], "--model", str(model), *more], tmp_path)
 
 
 def test_servers_load_what_the_router_places_and_a_client_gets_the_models_rows(

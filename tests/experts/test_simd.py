@@ -43,17 +43,13 @@ def apply(probe: ctypes.CDLL, name: str, *arrays: np.ndarray, out: int | None = 
     return result[: out or arrays[0].size]
 
 
-def everywhere(
-    probes: Mapping[str, ctypes.CDLL], name: str, *arrays: np.ndarray, out: int | None = None
-) -> np.ndarray:
+def everywhere(probes: Mapping[str, ctypes.CDLL], name: str, *arrays: np.ndarray, out: int | None = None) -> np.ndarray:
     """The one result of all instruction sets, which must agree in every bit (NaN is NaN)."""
     results = {isa: apply(probe, name, *arrays, out=out) for isa, probe in probes.items()}
     first = results["portable"]
     for isa, result in results.items():
         same = (result.view(np.uint32) == first.view(np.uint32)) | (np.isnan(result) & np.isnan(first))
-        assert same.all(), (
-            f"{name} under {isa} differs from portable at {np.flatnonzero(~same)[:5]}, seed {SEED}"
-        )
+        assert same.all(), f"{name} under {isa} differs from portable at {np.flatnonzero(~same)[:5]}, seed {SEED}"
     return first
 
 
@@ -71,9 +67,7 @@ def ulp_error(found: np.ndarray, wanted: np.ndarray) -> float:
 
 
 def test_exp_is_within_1_1_ulp_over_the_whole_range(probes: Mapping[str, ctypes.CDLL]) -> None:
-    x = np.concatenate([np.linspace(-87.3, 88.72, 400_000), np.linspace(-1e-3, 1e-3, 10_001)]).astype(
-        np.float32
-    )
+    x = np.concatenate([np.linspace(-87.3, 88.72, 400_000), np.linspace(-1e-3, 1e-3, 10_001)]).astype(np.float32)
     assert ulp_error(everywhere(probes, "exp", x), np.exp(x.astype(np.float64))) < 1.1
 
 

@@ -468,8 +468,8 @@ def test_a_server_tells_which_expert_gave_rows_that_are_not_finite() -> None:
     assert call.run() == OK
     assert np.isnan(call.out).any()
     for server in world.servers:
-        assert world.library.expert_server_take_doubtful(server.handle) == 3
-        assert world.library.expert_server_take_doubtful(server.handle) == -1
+        assert world.library.expert_server_take_doubtful(server.handle, 0) == 3
+        assert world.library.expert_server_take_doubtful(server.handle, 0) == -1
     world.close()
 
 
@@ -482,9 +482,7 @@ def test_two_clients_share_servers_and_batches(seed: int) -> None:
     for client in clients:
         world.publish(client, 1)
     for _ in range(5):
-        calls = [
-            Call(world, client, rng, int(rng.integers(1, 20)), int(rng.integers(2))) for client in clients
-        ]
+        calls = [Call(world, client, rng, int(rng.integers(1, 20)), int(rng.integers(2))) for client in clients]
         while any(call.status == PENDING for call in calls):
             for call in calls:
                 if call.status == PENDING and rng.random() < 0.7:

@@ -85,8 +85,7 @@ def test_mxfp4_is_what_transformers_makes_of_it(tmp_path: Path) -> None:
     checkpoint = Checkpoint.open(tmp_path)
     shape = ExpertShape.from_config(checkpoint.config)
     gate_up, down = (
-        convert_moe_packed_tensors(parts["_blocks"], parts["_scales"]).float().numpy()
-        for parts in matrices.values()
+        convert_moe_packed_tensors(parts["_blocks"], parts["_scales"]).float().numpy() for parts in matrices.values()
     )
     for expert in range(EXPERTS):
         found = tensors_of(checkpoint, shape, 0, expert)

@@ -32,9 +32,7 @@ def test_what_was_stored_comes_back_as_it_was(dtype: Dtype, hidden: int, interme
     sizes = (intermediate, hidden), (intermediate, hidden), (hidden, intermediate)
     wanted = [grouped.sample(dtype, *size, generator) for size in sizes]
     for one, other in zip(unpack_expert(pack_expert(*wanted, dtype)), wanted, strict=True):
-        assert isinstance(one, Quantized) and one.kind is other.kind and one.group == other.group, (
-            f"seed {seed}"
-        )
+        assert isinstance(one, Quantized) and one.kind is other.kind and one.group == other.group, f"seed {seed}"
         assert np.array_equal(one.codes, other.codes), f"seed {seed}"
         assert np.array_equal(one.scales, other.scales), f"seed {seed}"
         assert other.offsets is None or np.array_equal(one.offsets, other.offsets), f"seed {seed}"

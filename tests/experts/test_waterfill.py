@@ -76,9 +76,7 @@ def test_the_busiest_server_is_as_idle_as_the_replicas_allow(seed: int) -> None:
     busiest = (shipped(counts, masks, speed, 0.0)[:, :6].sum(0) / speed[:6]).max()
     least = bound(counts, masks, speed, 6)
     # A row more, where rounding leaves one, weighs most on the slowest server.
-    assert least - 1e-9 <= busiest <= 1.01 * least + 1.5 / speed[:6].min(), (
-        f"seed {seed}: {busiest} for {least}"
-    )
+    assert least - 1e-9 <= busiest <= 1.01 * least + 1.5 / speed[:6].min(), f"seed {seed}: {busiest} for {least}"
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -138,8 +136,7 @@ def test_whoever_ends_last_could_not_be_relieved_by_leaving_one_of_its_experts_t
     rng = np.random.default_rng(seed)
     servers = int(rng.integers(2, 6))
     masks = [
-        int(sum(1 << int(at) for at in rng.choice(servers, 2, replace=False)))
-        for _ in range(int(rng.integers(3, 24)))
+        int(sum(1 << int(at) for at in rng.choice(servers, 2, replace=False))) for _ in range(int(rng.integers(3, 24)))
     ]
     counts = rng.integers(1, 4, len(masks)).astype(np.uint32)
     speed = np.ones(SERVERS)
@@ -224,7 +221,5 @@ def test_a_call_splits_an_expert_whose_rows_are_many_and_keeps_the_bits() -> Non
     few = Call(world, client, np.random.default_rng(6), 5, 0)
     assert few.run() == OK
     assert few.exact()
-    assert sorted(world.stats(client, server).pairs for server in range(3)) == [20, 20, 25], (
-        "not worth a split"
-    )
+    assert sorted(world.stats(client, server).pairs for server in range(3)) == [20, 20, 25], "not worth a split"
     world.close()

@@ -24,7 +24,8 @@ from experts.proto import experts_pb2 as pb
 from experts.proto import experts_pb2_grpc as rpc
 from experts.transfer import STREAM_S, TAKERS, WINDOW, SourceFailed, manifest_of
 from experts.weights import CHECKPOINT, Rates, Weights, WeightsUnavailable, manifest_from
-from p2p import ShmEndpoint, Status
+from p2p.endpoint import Status
+from p2p.local import ShmEndpoint
 from tests.experts.weights_world import PAIRS, SHAPE, SOON_S, Peer, World, same, write
 from tests.p2p.one_host import retired_bytes
 
@@ -216,9 +217,7 @@ def test_a_full_disk_is_said_and_costs_no_source_its_name(world: World) -> None:
     assert same(weights.expert(0, 0, view), world.whole.expert(0, 0))
 
 
-def test_a_checkpoint_that_cannot_be_read_is_one_source_less(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_that_cannot_be_read_is_one_source_less(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     def unreadable(*_: Any) -> np.ndarray:
         raise OSError(5, "Input/output error")
 
@@ -264,7 +263,8 @@ def test_what_is_meant_for_another_server_model_or_packing_is_refused(world: Wor
     file = write(world.root / "other") / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-2] + bytes(2))
     changed = Checkpoint.open(world.root / "other")
-    assert changed.fingerprint == world.checkpoint.fingerprint, "its digest samples tensors' beginnings only"
+    # As where one of two packers is broken: what they packed differs, and only the manifest tells.
+    changed.fingerprint = world.checkpoint.fingerprint
     packed = PackedExperts.open(changed, SHAPE, Dtype.BFLOAT16, directory=world.root / "changed")
     weights = Weights(name="expert/9", packed=packed, endpoint=world.endpoint, checkpoint=None)
     with pytest.raises(WeightsUnavailable, match=r"FAILED_PRECONDITION: .* with manifest"):
@@ -284,9 +284,7 @@ def test_requests_out_of_bounds_are_refused(world: World) -> None:
     def opening(nbytes: int = WINDOW.nbytes) -> pb.GiveRequest:
         descriptor = world.endpoint.export_window(nbytes).descriptor
         identity = world.whole.manifest.identity
-        return pb.GiveRequest(
-            opening=pb.GiveOpening(server_incarnation=1, identity=identity, descriptor=descriptor)
-        )
+        return pb.GiveRequest(opening=pb.GiveOpening(server_incarnation=1, identity=identity, descriptor=descriptor))
 
     for wrong in (
         {"nbytes": 0},

@@ -44,9 +44,7 @@ def test_a_request_and_its_reply_come_back_as_they_went() -> None:
     assert (back.layer, back.reply_lane) == (1, 3)
     assert back.rows.tobytes() == request.rows.tobytes() and back.pairs.tobytes() == request.pairs.tobytes()
     rows = np.random.default_rng(2).standard_normal((6, WIRE.shape.hidden)).astype(np.float32)
-    reply = decode_reply(
-        WIRE, encode_reply(WIRE, request, Reply(status=Status.OK, rows=rows, service_ns=9)), request
-    )
+    reply = decode_reply(WIRE, encode_reply(WIRE, request, Reply(status=Status.OK, rows=rows, service_ns=9)), request)
     assert (reply.status, reply.service_ns) == (Status.OK, 9)
     assert reply.rows.tobytes() == rows.tobytes()
 

@@ -71,9 +71,7 @@ def split_rows(
     return found
 
 
-def _sweep(
-    wants: Sequence[_Want], load: list[float], speed: Sequence[float], cost: float, turn: int
-) -> float:
+def _sweep(wants: Sequence[_Want], load: list[float], speed: Sequence[float], cost: float, turn: int) -> float:
     """Lift each expert that has a choice and split it again where that is better; what was gained."""
     gained = 0.0
     for want in wants:

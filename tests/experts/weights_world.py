@@ -18,7 +18,7 @@ from experts.proto import experts_pb2_grpc as rpc
 from experts.server import ExpertsService
 from experts.transfer import WeightSender
 from experts.weights import Weights
-from p2p import ShmEndpoint
+from p2p.local import ShmEndpoint
 from router import bitmap
 from router.view import Member, View
 from tests.experts.checkpoint_files import QWEN3, write_model
@@ -38,14 +38,14 @@ def write(directory: Path) -> Path:
 class Peer:
     """A server that gives what it has packed, and serves no rows."""
 
-    def __init__(
-        self, packed: PackedExperts, incarnation: int, opener: Callable[..., Any] = ShmEndpoint
-    ) -> None:
+    def __init__(self, packed: PackedExperts, incarnation: int, opener: Callable[..., Any] = ShmEndpoint) -> None:
         self.packed = packed
         self.endpoint = opener(f"expert/{incarnation}", incarnation)
         self.served = set(PAIRS)
         self.sender = WeightSender(
-            endpoint=self.endpoint, packed=packed, serves=lambda layer, expert: (layer, expert) in self.served
+            endpoint=self.endpoint,
+            packed=lambda: [packed],
+            serves=lambda model, layer, expert: (layer, expert) in self.served,
         )
         self.service = ExpertsService()
         self.service.sender = self.sender

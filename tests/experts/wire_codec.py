@@ -70,9 +70,7 @@ def encode_request(wire: WireShape, request: Request) -> bytes:
     header = _header(wire, Kind.REQUEST, request.layer, count, request.pairs)
     header["reply_lane"] = request.reply_lane
     payload[:HEADER_BYTES] = header.view(np.uint8)
-    payload[HEADER_BYTES : HEADER_BYTES + pairs * PAIR.itemsize] = np.ascontiguousarray(request.pairs).view(
-        np.uint8
-    )
+    payload[HEADER_BYTES : HEADER_BYTES + pairs * PAIR.itemsize] = np.ascontiguousarray(request.pairs).view(np.uint8)
     rows = payload[HEADER_BYTES + _pad(pairs * PAIR.itemsize) :].reshape(count, wire.row_bytes)
     rows[:, : wire.shape.hidden * wire.dtype.nbytes] = np.ascontiguousarray(request.rows).view(np.uint8)
     return payload.tobytes()
@@ -196,6 +194,4 @@ def _read_header(wire: WireShape, payload: bytes, kind: Kind) -> np.void:
 
 def _need(holds: bool, what: str, found: object, needed: object) -> None:
     if not holds:
-        raise WireInvalid(
-            f"{what}: found {found}, needed {needed}. The peer speaks of another model or call; drop it."
-        )
+        raise WireInvalid(f"{what}: found {found}, needed {needed}. The peer speaks of another model or call; drop it.")

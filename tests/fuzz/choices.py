@@ -44,9 +44,7 @@ class Choices:
     def value(self, nbytes: int) -> int:
         """A number that such a field finds hard: an extreme, a neighbour of one, or any."""
         top = (1 << 8 * nbytes) - 1
-        return (
-            self.pick((0, 1, top, top >> 1, (top >> 1) + 1, top - 1, self.bits(1), self.bits(nbytes))) & top
-        )
+        return self.pick((0, 1, top, top >> 1, (top >> 1) + 1, top - 1, self.bits(1), self.bits(nbytes))) & top
 
 
 def damage(raw: bytes, choices: Choices, most: int = 3) -> bytes:

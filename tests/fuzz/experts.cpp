@@ -16,35 +16,43 @@ constexpr uint64_t HASH = 0x1234, SERVER = 77, CLIENT = 1000;
 constexpr uint32_t SLOTS = 2, PEERS = 2;
 constexpr uint64_t SLOT_BYTES = 1500;
 
+// Of each model that a server has; the second is smaller where the first is larger, and larger where that is smaller.
+constexpr uint32_t MODELS = 2, INNER[MODELS] = {INTERMEDIATE, 72};
+
+WireShape shape_of(uint32_t dtype, uint32_t model = 0) {
+    if (model) return {3, 4, 21, 3, dtype, HASH + 1};
+    return {LAYERS, EXPERTS, HIDDEN, TOP_K, dtype, HASH};
+}
+
 struct Weights {
     Memory gate_up, down;
 };
 
-const Weights& weights_of(int dtype) {
-    static Weights all[3];
-    Weights& weights = all[dtype];
+const Weights& weights_of(uint32_t dtype, uint32_t model) {
+    static Weights all[3][MODELS];
+    Weights& weights = all[dtype][model];
     if (weights.down) return weights;
-    weights.gate_up = zeros(64, experts_gate_up_bytes(dtype, INTERMEDIATE, HIDDEN));
-    weights.down = zeros(64, experts_pack_bytes(dtype, HIDDEN, INTERMEDIATE));
-    std::vector<float> plain(INTERMEDIATE * HIDDEN);
+    const uint32_t inner = INNER[model], hidden = shape_of(dtype, model).hidden;
+    weights.gate_up = zeros(64, experts_gate_up_bytes(int(dtype), inner, hidden));
+    weights.down = zeros(64, experts_pack_bytes(int(dtype), hidden, inner));
+    std::vector<float> plain(inner * hidden);
     for (size_t i = 0; i < plain.size(); i++) plain[i] = float(int(i * 37 % 101) - 50) / 100;
-    experts_pack_gate_up(dtype, plain.data(), plain.data(), EAAS_F32, INTERMEDIATE, HIDDEN, weights.gate_up.get());
-    experts_pack_matrix(dtype, plain.data(), EAAS_F32, HIDDEN, INTERMEDIATE, weights.down.get());
+    experts_pack_gate_up(int(dtype), plain.data(), plain.data(), EAAS_F32, inner, hidden, weights.gate_up.get());
+    experts_pack_matrix(int(dtype), plain.data(), EAAS_F32, hidden, inner, weights.down.get());
     return weights;
 }
-
-WireShape shape_of(uint32_t dtype) { return {LAYERS, EXPERTS, HIDDEN, TOP_K, dtype, HASH}; }
 
 // Writes a request that is right in every field; its bytes.
 uint32_t write_request(Choices& choices, const WireShape& shape, uint8_t* payload) {
     WireHeader header{};
     header.magic = WIRE_MAGIC, header.version = WIRE_VERSION, header.kind = WIRE_REQUEST;
-    header.model_hash = HASH, header.hidden = HIDDEN, header.dtype = uint16_t(shape.dtype);
-    header.layer = choices.below(LAYERS), header.rows = 1 + choices.below(3);
-    header.pairs = 1 + choices.below(header.rows * TOP_K);
+    header.model_hash = shape.model_hash, header.hidden = shape.hidden, header.dtype = uint16_t(shape.dtype);
+    header.layer = choices.below(shape.layers), header.rows = 1 + choices.below(3);
+    header.pairs = 1 + choices.below(header.rows * shape.top_k);
     std::vector<WirePair> pairs(header.pairs);
     for (WirePair& pair : pairs)
-        pair = {uint16_t(choices.below(header.rows)), uint16_t(choices.below(EXPERTS)), uint16_t(choices.below(TOP_K)), 0};
+        pair = {uint16_t(choices.below(header.rows)), uint16_t(choices.below(shape.experts)),
+                uint16_t(choices.below(shape.top_k)), 0};
     header.routing_hash = routing_hash(pairs.data(), header.pairs);
     uint32_t bytes = uint32_t(request_bytes(shape, header.rows, header.pairs));
     std::memset(payload, 0, bytes);
@@ -65,12 +73,14 @@ void hash_again(uint8_t* payload) {
 
 struct Attached {
     Window request{SLOTS, SLOT_BYTES, SERVER}, reply;
+    uint32_t model;  // that it asks for
     int32_t index = -1;
     uint64_t top[SLOTS] = {};  // of the signals ever stored
     bool whole[SLOTS] = {};    // the request there is right, and still waits
     bool held[SLOTS] = {};     // and the server has all of its experts
 
-    explicit Attached(uint64_t incarnation) : reply(SLOTS, SLOT_BYTES, incarnation) {}
+    explicit Attached(uint64_t incarnation, uint32_t model = 0)
+        : reply(SLOTS, SLOT_BYTES, incarnation), model(model) {}
 };
 
 void judge_answers(Attached& client, uint64_t incarnation) {
@@ -87,7 +97,8 @@ void judge_answers(Attached& client, uint64_t incarnation) {
         if (!client.whole[i] || signal != client.top[i]) continue;
         client.whole[i] = false;
         require(header.status == (client.held[i] ? STATUS_OK : STATUS_NOT_HELD), "a whole request is served");
-        require(length == int(client.held[i] ? sizeof header + header.pairs * HIDDEN * 4 : sizeof header),
+        const uint32_t row = shape_of(header.dtype, client.model).hidden * 4;
+        require(length == int(client.held[i] ? sizeof header + header.pairs * row : sizeof header),
                 "a reply has a row for each pair");
     }
 }
@@ -95,19 +106,23 @@ void judge_answers(Attached& client, uint64_t incarnation) {
 }  // namespace
 
 void fuzz::server(Choices& choices) {
-    const int dtype = int(choices.below(3));
-    const WireShape shape = shape_of(uint32_t(dtype));
-    const Weights& weights = weights_of(dtype);
+    const uint32_t dtype = choices.below(3);
     const int32_t core = -1;
-    ExpertServer* server = expert_server_new(LAYERS, EXPERTS, HIDDEN, INTERMEDIATE, TOP_K, dtype, HASH, SERVER, 1, &core,
-                                             nullptr, SLOT_BYTES, nullptr);
+    ExpertServer* server = expert_server_new(LAYERS, EXPERTS, HIDDEN, INTERMEDIATE, TOP_K, int(dtype), HASH, SERVER, 1,
+                                             &core, nullptr, SLOT_BYTES, nullptr);
+    const WireShape second = shape_of(dtype, 1);
+    auto open = [&] {
+        require(expert_server_add_model(server, second.layers, second.experts, second.hidden, INNER[1], second.top_k,
+                                        int(dtype), second.model_hash, nullptr) == 1, "a second model is added");
+    };
+    open();
     Memory page = zeros(P2P_PAGE, P2P_BELL_PAGE);
     std::vector<std::unique_ptr<Attached>> clients;
     auto attach = [&](uint32_t i) {
-        clients[i] = std::make_unique<Attached>(CLIENT + i);
+        clients[i] = std::make_unique<Attached>(CLIENT + i, choices.below(MODELS));
         Attached& client = *clients[i];
         ClientLink link{client.request.memory.get(), client.request.bytes, client.reply.memory.get(),
-                        client.reply.bytes, page.get(), CLIENT + i, 1, 1, SLOTS, 1, SLOT_BYTES};
+                        client.reply.bytes, page.get(), CLIENT + i, 1, 1, SLOTS, 1, SLOT_BYTES, client.model};
         client.index = expert_server_add_client(server, &link);
         require(client.index >= 0, "a client attaches");
     };
@@ -119,16 +134,32 @@ void fuzz::server(Choices& choices) {
         for (uint32_t i = 0; i < PEERS; i++) judge_answers(*clients[i], CLIENT + i);
         return answered;
     };
-    bool lacks[EXPERTS] = {};
-    for (uint32_t expert = 0; expert < EXPERTS; expert++) {
-        lacks[expert] = choices.below(8) == 7;
-        for (uint32_t layer = 0; layer < LAYERS && !lacks[expert]; layer++)
-            expert_server_set_expert(server, layer, expert, weights.gate_up.get(), weights.down.get());
-    }
+    bool lacks[MODELS][EXPERTS] = {};
+    auto load = [&](uint32_t model, bool held) {
+        const WireShape shape = shape_of(dtype, model);
+        const Weights& weights = weights_of(dtype, model);
+        for (uint32_t expert = 0; expert < shape.experts; expert++) {
+            lacks[model][expert] = !held || (expert && choices.below(8) == 7);
+            for (uint32_t layer = 0; layer < shape.layers; layer++) {
+                const bool none = lacks[model][expert];
+                require(!expert_server_set_expert(server, model, layer, expert, none ? nullptr : weights.gate_up.get(),
+                                                  none ? nullptr : weights.down.get()), "an expert is taken or let go");
+            }
+        }
+    };
+    for (uint32_t model = 0; model < MODELS; model++) load(model, true);
     for (uint32_t turn = 0; choices.left() && turn < 40; turn++) {
         uint32_t number = choices.below(PEERS), slot = choices.below(SLOTS), kind = choices.below(16);
         if (kind == 15) {
             expert_server_remove_client(server, uint32_t(clients[number]->index));
+            const bool asked = clients[1 - number]->model == 1;
+            require(expert_server_remove_model(server, 1) == EXPERT_SERVER_E_BUSY, "a model that is held stays");
+            if (choices.below(2) && !asked) {
+                load(1, false);
+                require(expert_server_remove_model(server, 1) == EXPERT_SERVER_OK, "what nobody has goes");
+                open();
+                load(1, true);
+            }
             attach(number);
         }
         Attached& client = *clients[number];
@@ -141,12 +172,15 @@ void fuzz::server(Choices& choices) {
             uint64_t top = client.top[slot];
             fields.receiver = SERVER, fields.sender = CLIENT + number;
             fields.sequence = top + 1 ? top + 1 : top, fields.attempt = choices.below(4);
-            fields.length = write_request(choices, shape, payload);
+            // Of the other model now and then: right in every field, and asked by somebody who may not.
+            const bool strays = choices.below(8) == 7;
+            fields.length = write_request(choices, shape_of(dtype, client.model ^ uint32_t(strays)), payload);
             WireHeader asked;
             std::memcpy(&asked, payload, sizeof asked);
             auto* pairs = reinterpret_cast<WirePair*>(payload + sizeof asked);
-            bool held = std::none_of(pairs, pairs + asked.pairs, [&](WirePair p) { return lacks[p.expert]; });
-            bool whole = top + 1 != 0;
+            const bool* lacked = lacks[client.model];
+            bool held = std::none_of(pairs, pairs + asked.pairs, [&](WirePair p) { return lacked[p.expert]; });
+            bool whole = top + 1 != 0 && !strays;
             if (kind < 10) {
                 whole &= !damage(choices, payload, std::min<uint32_t>(fields.length, 128), 3);
                 if (choices.below(2)) hash_again(payload);

@@ -56,9 +56,7 @@ def build(folder: Path, cxx: str | None) -> Path:
     program = folder / "build" / "native-fuzzer"
     program.parent.mkdir(exist_ok=True)
     flags = [*COMMON, *compiling, *linking, "-I", str(ROOT)]
-    done = subprocess.run(
-        [*command, *flags, *SOURCES, *objects, "-o", str(program)], capture_output=True, text=True
-    )
+    done = subprocess.run([*command, *flags, *SOURCES, *objects, "-o", str(program)], capture_output=True, text=True)
     if done.returncode:
         raise BuildFailed(done.stderr[-4000:])
     return program

@@ -23,10 +23,11 @@ import numpy as np
 from experts import wire
 from experts.manifest import Manifest, ManifestInvalid, PackLayout
 from experts.model import CHOICES, Dtype
-from p2p import ConnectRefused, Descriptor, DescriptorInvalid, FrameInvalid, Header, ShmEndpoint, Transport
 from p2p import native as p2p_native
-from p2p.descriptor import decode
-from p2p.frame import HEADER_BYTES, PAYLOAD_OFFSET, SIGNAL_BYTES
+from p2p.descriptor import Descriptor, Transport, decode
+from p2p.endpoint import ConnectRefused, DescriptorInvalid
+from p2p.frame import HEADER_BYTES, PAYLOAD_OFFSET, SIGNAL_BYTES, FrameInvalid, Header
+from p2p.local import ShmEndpoint
 from p2p.shm_link import create_memory
 from tests.experts import wire_codec
 from tests.experts.steps import MODEL_HASH, OK, PENDING, Call, World, shape_of
@@ -44,9 +45,7 @@ def descriptor(data: bytes) -> None:
         incarnation=choices.value(8),
         nbytes=1 + choices.value(8) % (1 << 40),
         address=choices.take(1 + choices.below(107)),
-        name="".join(
-            chr(choices.pick((97, 0, 0x7F, 0xE9, 0x20AC, 0x1F600))) for _ in range(choices.below(20))
-        ),
+        name="".join(chr(choices.pick((97, 0, 0x7F, 0xE9, 0x20AC, 0x1F600))) for _ in range(choices.below(20))),
         token=choices.take(32),
     ).encode()
     raw = bytearray(damage(made, choices))
@@ -66,9 +65,7 @@ def seal(payload: bytes, header: Header, slot_bytes: int, choices: Choices) -> b
     seal_frame(memoryview(slot), header, payload)
     if choices.often(3):
         return bytes(slot[:slot_bytes])
-    head = damage(bytes(slot[SIGNAL_BYTES:PAYLOAD_OFFSET]), choices, 2)[:HEADER_BYTES].ljust(
-        HEADER_BYTES, b"\0"
-    )
+    head = damage(bytes(slot[SIGNAL_BYTES:PAYLOAD_OFFSET]), choices, 2)[:HEADER_BYTES].ljust(HEADER_BYTES, b"\0")
     length = int.from_bytes(head[28:32], "little")
     if choices.below(4):
         sealed = checksum(head[:56], bytes(slot[PAYLOAD_OFFSET : PAYLOAD_OFFSET + length]))
@@ -184,9 +181,7 @@ def request(data: bytes) -> None:
     answer = wire_codec.decode_reply(wire_of(dtype), reply, read)
     for pair, row in zip(read.pairs, answer.rows, strict=False):
         wanted = place.weights.row(read.layer, int(pair["expert"]), _padded(read.rows[pair["row"]]))
-        assert row.tobytes() == wanted.tobytes() or np.isnan(wanted).any(), (
-            "a row served beside others differs"
-        )
+        assert row.tobytes() == wanted.tobytes() or np.isnan(wanted).any(), "a row served beside others differs"
 
 
 def _padded(row: np.ndarray) -> np.ndarray:
@@ -286,9 +281,7 @@ def hello(data: bytes) -> None:
         # What is left unread behind the hello makes a hang-up a reset, which may overtake the answer.
         right = said[:64] == whole and len(said) == 64
         assert (len(answer), len(passed)) in (((16, 2),) if right else ((16, 2), (16, 0), (0, 0)))
-        assert not passed or (said[:8] == whole[:8] and said[16:64] == whole[16:64]), (
-            f"{said!r} got the window"
-        )
+        assert not passed or (said[:8] == whole[:8] and said[16:64] == whole[16:64]), f"{said!r} got the window"
     if not passed:
         with contextlib.suppress(ConnectRefused), ShmEndpoint("caller", 7) as caller:
             caller.connect(window.descriptor)
@@ -368,9 +361,7 @@ def answer(data: bytes) -> None:
         except ConnectRefused:
             assert (said, kinds) != (whole, [1, 0]), "a good answer was refused"
         else:
-            assert (said[:16], kinds) == (whole, [1, 0]), (
-                f"{said!r} with files {kinds} was taken for an answer"
-            )
+            assert (said[:16], kinds) == (whole, [1, 0]), f"{said!r} with files {kinds} was taken for an answer"
             connecting.put(peer, 8191, b"x")
             connecting.disconnect(peer)
         thread.join()

@@ -50,11 +50,7 @@ def read() -> list[Line]:
 
 def write(lines: Iterable[Line]) -> None:
     """Sorted, so that the two versions of a binary stand together."""
-    head = (
-        "# triton, model, kernel, "
-        + ", ".join(NUMBERS)
-        + ", where; written by python -m tests.gpu.compiled\n"
-    )
+    head = "# triton, model, kernel, " + ", ".join(NUMBERS) + ", where; written by python -m tests.gpu.compiled\n"
     body = [
         f"{line.triton} {line.model:13} {line.kernel:42}"
         + "".join(f" {number:6}" for number in line.numbers)
@@ -147,9 +143,7 @@ def numbers_of(launch: Launch) -> tuple[int, ...]:
     source = ASTSource(
         fn=launch.function, signature=launch.signature, constexprs=launch.constants, attrs=launch.attributes
     )  # fmt: skip
-    options = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in launch.options.items()
-    }
+    options = {name: tuple(value) if isinstance(value, list) else value for name, value in launch.options.items()}
     made = triton.compile(source, target=GPUTarget("cuda", CAPABILITY, 32), options=options)
     sass, registers = disassemble(made.asm["cubin"])
     spills = len(re.findall(r"\b(?:LDL|STL)\b", sass))

@@ -90,11 +90,7 @@ def travelled(rows: torch.Tensor, form: RowsOut) -> torch.Tensor:
     groups = rows.float().view(len(rows), -1, 128)
     largest = groups.abs().amax(dim=2).clamp_min(2.0**-100)
     scale = largest * (1 / 448)
-    codes = (
-        (groups * (torch.full_like(largest, 448) / largest)[:, :, None])
-        .clamp(-448, 448)
-        .to(torch.float8_e4m3fn)
-    )
+    codes = (groups * (torch.full_like(largest, 448) / largest)[:, :, None]).clamp(-448, 448).to(torch.float8_e4m3fn)
     return (codes.float() * scale[:, :, None]).view_as(rows).bfloat16()
 
 
@@ -115,14 +111,10 @@ class Call:
     out: torch.Tensor
 
     @classmethod
-    def random(
-        cls, shape: ExchangeShape, seed: int, *, layer: int = 0, tokens: int = 4, live: int = 3
-    ) -> Call:
+    def random(cls, shape: ExchangeShape, seed: int, *, layer: int = 0, tokens: int = 4, live: int = 3) -> Call:
         """Rows of which the first `live` count."""
         generator = torch.Generator().manual_seed(seed)
-        ids = torch.stack(
-            [torch.randperm(shape.experts, generator=generator)[: shape.top_k] for _ in range(tokens)]
-        )
+        ids = torch.stack([torch.randperm(shape.experts, generator=generator)[: shape.top_k] for _ in range(tokens)])
         return cls(
             layer=layer,
             rows=torch.randn(tokens, shape.hidden, generator=generator).bfloat16().to(DEVICE),
@@ -143,10 +135,7 @@ class Call:
         answers = torch.stack(
             [
                 torch.stack(
-                    [
-                        toy_answer(rows[token], slot_of(shape, self.layer, int(expert)))
-                        for expert in self.ids[token]
-                    ]
+                    [toy_answer(rows[token], slot_of(shape, self.layer, int(expert))) for expert in self.ids[token]]
                 )
                 for token in range(live)
             ]

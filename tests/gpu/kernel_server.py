@@ -47,13 +47,11 @@ def main() -> None:
     dtype = Dtype[sys.argv[4].upper()]
     backend = DEVICE_NAME.backend()
     endpoint = DEVICE_NAME.opener(TransportChoice.parse("shm"))(f"expert/{incarnation}", incarnation, 1)
-    server = ExpertServer(
-        endpoint=endpoint, shape=SHAPE, dtype=dtype, model_hash=FINGERPRINT, backend=backend
-    )
+    server = ExpertServer(endpoint=endpoint, shape=SHAPE, dtype=dtype, model_hash=FINGERPRINT, backend=backend)
     packed = {pair: pack_expert(*three, dtype) for pair, three in matrices_of(seed, dtype).items()}
     for (layer, expert), weights in packed.items():
         if f"{layer}.{expert}" not in holes:
-            server.set_expert(layer, expert, weights.gate_up, weights.down)
+            server.first.set_expert(layer, expert, weights.gate_up, weights.down)
     service = ExpertsService()
     service.server = server
     control = grpc.server(ThreadPoolExecutor(2))
@@ -67,7 +65,7 @@ def main() -> None:
             server.set_lease(0)
         elif line == "clear\n":
             for pair in EVERY:
-                server.clear_expert(*pair)
+                server.first.clear_expert(*pair)
         server.reap()
         print(len(server.clients), flush=True)
     control.stop(0)

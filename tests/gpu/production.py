@@ -61,9 +61,7 @@ def client_of(model: str, dtype: Dtype = Dtype.BFLOAT16, max_tokens: int = 512) 
 
 def server_of(model: str, dtype: Dtype = Dtype.BFLOAT16) -> GpuServer:
     """One with room for as many experts as a GPU holds."""
-    return GpuBackend(torch.device("cuda", 0)).server(
-        wire_of(model, dtype), incarnation=2, cores=(), bell_page=0
-    )
+    return GpuBackend(torch.device("cuda", 0)).server(wire_of(model, dtype), incarnation=2, cores=(), bell_page=0)
 
 
 def spec_of_model(model: str, layers: int | None = None) -> ModelSpec:

@@ -218,9 +218,7 @@ def _modes(note: Any) -> tuple[Any, Any]:
     kept: dict[int, torch.UntypedStorage] = {}
     targets: list[str | None] = [None]
     # What torch passes where a tensor is asked for an attribute.
-    asked = {
-        getattr(torch.Tensor, name).__get__: value for name, value in (("device", cuda), ("is_cuda", True))
-    }
+    asked = {getattr(torch.Tensor, name).__get__: value for name, value in (("device", cuda), ("is_cuda", True))}
 
     def there(tensor: Any) -> bool:
         return isinstance(tensor, torch.Tensor) and storage_of(tensor) in kept
@@ -240,9 +238,7 @@ def _modes(note: Any) -> tuple[Any, Any]:
             if mine and func in asked:
                 return asked[func]
             if mine and func == torch.Tensor.numpy:
-                raise TypeError(
-                    "can't convert cuda:0 device type tensor to numpy: copy it to the host first."
-                )
+                raise TypeError("can't convert cuda:0 device type tensor to numpy: copy it to the host first.")
             if mine and func == torch.Tensor.tolist:
                 note("tolist")
             if func == torch.Tensor.pin_memory:
@@ -252,9 +248,7 @@ def _modes(note: Any) -> tuple[Any, Any]:
             if func is not torch.device:
                 given = [*args[1:], kwargs.get("device")]
                 for device in given:
-                    if isinstance(device, torch.device) or (
-                        isinstance(device, str) and device in ("cpu", "cuda")
-                    ):
+                    if isinstance(device, torch.device) or (isinstance(device, str) and device in ("cpu", "cuda")):
                         target = torch.device(device).type
             if func == torch.Tensor.cpu:
                 target = "cpu"
@@ -324,9 +318,7 @@ def _modes(note: Any) -> tuple[Any, Any]:
         if not any(isinstance(part, torch.Tensor) for part in tree_leaves((args, kwargs))):
             named["device"] = torch.device("meta")
         sizes = [part.numel() for part in tree_leaves((args, kwargs)) if isinstance(part, torch.Tensor)]
-        sizes += [
-            int(torch.Size(part).numel()) for part in args if isinstance(part, list | tuple) and _whole(part)
-        ]
+        sizes += [int(torch.Size(part).numel()) for part in args if isinstance(part, list | tuple) and _whole(part)]
         if max(sizes, default=0) < LARGE:
             return func(*args, **kwargs)
         shapes = func(*tree_map(meta, args), **named)
@@ -342,9 +334,7 @@ def _modes(note: Any) -> tuple[Any, Any]:
         elements = 1 + sum((size - 1) * step for size, step in zip(meta.shape, meta.stride(), strict=True))
         if not meta.numel():
             return torch.empty(meta.shape, dtype=meta.dtype)
-        whole = mmap.mmap(
-            -1, elements * meta.element_size(), flags=mmap.MAP_PRIVATE | mmap.MAP_ANON | _NO_RESERVE
-        )
+        whole = mmap.mmap(-1, elements * meta.element_size(), flags=mmap.MAP_PRIVATE | mmap.MAP_ANON | _NO_RESERVE)
         return torch.frombuffer(whole, dtype=meta.dtype).as_strided(meta.shape, meta.stride())
 
     return Place(), Operations()

@@ -43,9 +43,7 @@ class Network:
         self._signal, self._is_last = device.signal, device.is_last
         mine = {name: getattr(self, name) for name in ("put", "signal", "is_last")}
         known = {id(getattr(device, name)): name for name in mine}
-        for module in [
-            it for name, it in sys.modules.items() if name.startswith(("experts.gpu.", "tests.gpu."))
-        ]:
+        for module in [it for name, it in sys.modules.items() if name.startswith(("experts.gpu.", "tests.gpu."))]:
             for name, value in list(vars(module).items()):
                 if id(value) in known:
                     monkeypatch.setattr(module, name, mine[known[id(value)]])
@@ -64,9 +62,7 @@ class Network:
         self._begin()
         yield
 
-    def put(
-        self, at: tl.tensor, index: tl.tensor | int, words: tl.tensor, mask: tl.tensor | None = None
-    ) -> None:
+    def put(self, at: tl.tensor, index: tl.tensor | int, words: tl.tensor, mask: tl.tensor | None = None) -> None:
         """In place of `device.put`."""
         place = getattr(index, "handle", None)
         self._queue(
@@ -106,9 +102,7 @@ class Network:
         order = self._random.permutation(np.flatnonzero(there))
         pieces = np.array_split(order, self._random.integers(1, 4))
         self._number += 1
-        self._pieces[self._number] = [
-            (at[part].astype(np.uint64), words[part]) for part in pieces if len(part)
-        ]
+        self._pieces[self._number] = [(at[part].astype(np.uint64), words[part]) for part in pieces if len(part)]
         self._own[self._program()].add(self._number)
         self._of[self._sender].add(self._number)
         if self._random.random() < 0.2:

@@ -24,9 +24,7 @@ def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
 class World:
     """A cache with some sequences in it, their blocks in any order, and a query for every position."""
 
-    def __init__(
-        self, seed: int, lengths: list[int], q_heads: int, kv_heads: int, dim: int, block_tokens: int
-    ):
+    def __init__(self, seed: int, lengths: list[int], q_heads: int, kv_heads: int, dim: int, block_tokens: int):
         generator = torch.Generator().manual_seed(seed)
         self.sizes = (q_heads, kv_heads, dim, block_tokens)
         counts = [-(-length // block_tokens) for length in lengths]
@@ -73,9 +71,7 @@ class World:
         return out, work
 
     def wanted(self, rows: list[tuple[int, int]], window: int = 0) -> Tensor:
-        seqs, positions = (
-            torch.tensor(column, dtype=torch.int32, device=DEVICE) for column in zip(*rows, strict=True)
-        )
+        seqs, positions = (torch.tensor(column, dtype=torch.int32, device=DEVICE) for column in zip(*rows, strict=True))
         queries = torch.stack([self.queries[seq][position] for seq, position in rows]).to(DEVICE)
         return attention_reference(queries, self.keys, self.values, positions, seqs, self.tables, window)
 
@@ -119,10 +115,7 @@ def test_a_row_has_the_same_bits_alone_in_a_batch_in_chunks_and_however_it_is_cu
             assert len(work.merges) == (partials > 0)
             assert same_bits(alone[0], whole[row - tail]), f"row {row}, {partials} partials, seed {seed}"
     for cut in (1, 7, 16):
-        parts = [
-            world.run(rows_of(0, a, b), window=window)[0]
-            for a, b in ((tail, tail + cut), (tail + cut, length))
-        ]
+        parts = [world.run(rows_of(0, a, b), window=window)[0] for a, b in ((tail, tail + cut), (tail + cut, length))]
         assert same_bits(torch.cat(parts), whole), f"cut at {cut}, seed {seed}"
     batch = [(2, 19), (1, SPLIT_KEYS), *rows_of(0, tail, tail + 5), (1, 3), (0, length - 1)]
     mixed, work = world.run(batch, window=window, programs=5)

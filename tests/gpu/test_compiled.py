@@ -35,9 +35,7 @@ def worse(found: list[Line]) -> list[str]:
     for line in found:
         then = known.get(line[:4])
         if then is None:
-            faults.append(
-                f"{' '.join(line[:4])} is not in {DATA.name}; python -m tests.gpu.compiled writes it anew"
-            )
+            faults.append(f"{' '.join(line[:4])} is not in {DATA.name}; python -m tests.gpu.compiled writes it anew")
             continue
         for at, (name, before, now) in enumerate(zip(NUMBERS, then, line.numbers, strict=True)):
             if (now < before) if at == len(NUMBERS) - 1 else (now > before):

@@ -46,9 +46,7 @@ class ServerEnd:
     """A server and the window of its only client."""
 
     def __init__(self) -> None:
-        self.end = GpuServer(
-            SMALL, clients=1, compute=toy_experts, incarnation=SERVER, device=DEVICE, idle_s=0.00002
-        )
+        self.end = GpuServer(SMALL, clients=1, compute=toy_experts, incarnation=SERVER, device=DEVICE, idle_s=0.00002)
         self.request, self.reply = request_of(SMALL), reply_of(SMALL)
         self.at = SMALL.request_window.slot_offset(0)
         self.end.attach(0, request=self.request.data_ptr(), reply=self.reply.data_ptr(), incarnation=CLIENT)
@@ -298,9 +296,7 @@ def test_no_signal_comes_before_what_it_tells_of(monkeypatch: pytest.MonkeyPatch
     def watch(module: ModuleType, name: str) -> None:
         def watched(at: tl.tensor, *rest: object) -> object:
             for window in (world.request_slot(0), world.reply_slot(0)):
-                if (
-                    (at.handle.data >= window.data_ptr()) & (at.handle.data < window.data_ptr() + 4096)
-                ).any():
+                if ((at.handle.data >= window.data_ptr()) & (at.handle.data < window.data_ptr() + 4096)).any():
                     puts.append(name)
                     early.extend([f"{module.__name__}.{name}"] * int(window[:8].any()))
             return store(at, *rest)
@@ -336,9 +332,7 @@ def verdict_of(world: World, call: Call) -> int:
 
 def combine(world: World, call: Call) -> None:
     """Add up what is there."""
-    combining.combine(
-        world.client.tables, call.layer, call.rows, call.ids, call.weights, call.n_rows, call.out
-    )
+    combining.combine(world.client.tables, call.layer, call.rows, call.ids, call.weights, call.n_rows, call.out)
 
 
 def corrupt(world: World, call: Call) -> tuple[int, ...]:

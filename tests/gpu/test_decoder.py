@@ -48,9 +48,7 @@ class TorchExperts:
             for layer in experts
         ]
 
-    def enqueue(
-        self, layer: int, rows: Tensor, ids: Tensor, weights: Tensor, n_rows: Tensor, out: Tensor
-    ) -> None:
+    def enqueue(self, layer: int, rows: Tensor, ids: Tensor, weights: Tensor, n_rows: Tensor, out: Tensor) -> None:
         for row in range(int(n_rows)):
             x, total = rows[row].float(), torch.zeros_like(out[row])
             for expert, weight in zip(ids[row].tolist(), weights[row], strict=True):
@@ -118,9 +116,7 @@ def runner_of(world: World, **sizes: object) -> Runner:
 
 def bf16(spec: ModelSpec) -> ModelSpec:
     """The same in bfloat16, with at most two layers: the interpreter takes a tenth of a second for a row and layer."""
-    return replace(
-        spec, dtype=Dtype.BFLOAT16, layers=min(spec.layers, 2), sliding_window=spec.sliding_window[:2]
-    )
+    return replace(spec, dtype=Dtype.BFLOAT16, layers=min(spec.layers, 2), sliding_window=spec.sliding_window[:2])
 
 
 def plan_of(
@@ -264,22 +260,15 @@ def test_more_logits_rows_than_the_device_keeps_at_once_come_in_pieces(
     same_bits(runner_of(world).run([(tokens, 0, [1])], wanted), whole, "three at a time", seed)
 
 
-@pytest.mark.parametrize(
-    "arch", [pytest.param("qwen3_moe", marks=pytest.mark.smoke), "qwen2_moe", "olmoe", "mixtral"]
-)
+@pytest.mark.parametrize("arch", [pytest.param("qwen3_moe", marks=pytest.mark.smoke), "qwen2_moe", "olmoe", "mixtral"])
 def test_a_checkpoint_of_each_family_decodes_the_references_greedy_tokens(
     arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weights_seed = fresh_seed()
-    checkpoint = Checkpoint.open(
-        make_model("tiny", arch, tmp_path, weights_seed, overrides={"num_hidden_layers": 2})
-    )
+    checkpoint = Checkpoint.open(make_model("tiny", arch, tmp_path, weights_seed, overrides={"num_hidden_layers": 2}))
     spec, shape = load_spec(checkpoint), ExpertShape.from_config(checkpoint.config)
     experts = [
-        [
-            tuple(checkpoint.tensor(name) for name in shape.names(layer, expert))
-            for expert in range(shape.experts)
-        ]
+        [tuple(checkpoint.tensor(name) for name in shape.names(layer, expert)) for expert in range(shape.experts)]
         for layer in range(shape.layers)
     ]
     world = World(spec, load_weights(checkpoint, spec), experts)  # type: ignore[arg-type]
@@ -354,10 +343,7 @@ def test_the_engine_over_the_device_emits_the_tokens_that_its_own_sampler_choose
         for number, way in enumerate(WAYS):
             params = SamplingParams(max_tokens=3, **way)  # type: ignore[arg-type]
             prompt = tokens_of(3, seed + number)
-            assert (
-                engine.submit(Submit(id=str(number), attempt=1, prompt=prompt, output=[], params=params))
-                is None
-            )
+            assert engine.submit(Submit(id=str(number), attempt=1, prompt=prompt, output=[], params=params)) is None
         tokens: dict[str, list[Token]] = {}
         while (outcome := engine.step()) is not None:
             assert not outcome.failed

@@ -98,7 +98,7 @@ def built(name: str, nvshmem: Path | None = None) -> Built:
     signature, warps, _ = KERNELS[name]
     names = importlib.import_module(f"experts.gpu.{name}").__dict__[f"{name}_kernel"].arg_names
     own = OWN | {"THREADS": 32 * warps}
-    constants = constants_of(names, SHAPE) | {key: own[key] for key in names if key in own}
+    constants = constants_of(names, SHAPE, own)
     return compile_kernel(
         f"experts.gpu.{name}", f"{name}_kernel", signature, constants, num_warps=warps, nvshmem=nvshmem
     )
@@ -107,12 +107,8 @@ def built(name: str, nvshmem: Path | None = None) -> Built:
 @pytest.mark.parametrize("name", KERNELS)
 def test_kernels_compile_without_spills(name: str) -> None:
     kernel = built(name)
-    assert kernel.spills == 0 and kernel.registers <= KERNELS[name][2], (
-        f"{name}: {kernel.registers} registers"
-    )
-    assert kernel.shared_bytes <= 32 * 1024 < SHARED_LIMIT_BYTES, (
-        f"{name}: {kernel.shared_bytes} shared bytes"
-    )
+    assert kernel.spills == 0 and kernel.registers <= KERNELS[name][2], f"{name}: {kernel.registers} registers"
+    assert kernel.shared_bytes <= 32 * 1024 < SHARED_LIMIT_BYTES, f"{name}: {kernel.shared_bytes} shared bytes"
 
 
 @pytest.mark.parametrize("name", ["dispatch", "reply", "wait_replies"])
@@ -123,9 +119,7 @@ def test_signals_compile_to_a_release_of_the_whole_system_behind_a_barrier(name:
     assert signals, f"{name} releases nothing"
     for at in signals:
         before = ptx[:at].rpartition("bar.sync")
-        assert before[1] and "st.global" not in before[2], (
-            f"{name}: stores between its barrier and its signal"
-        )
+        assert before[1] and "st.global" not in before[2], f"{name}: stores between its barrier and its signal"
 
 
 @pytest.mark.parametrize("name", KERNELS)

@@ -23,9 +23,7 @@ class Case:
 
     def __init__(self, seed: int, pairs: int, rows: int = 20) -> None:
         draw = torch.Generator().manual_seed(seed)
-        self.weights = ExpertWeights.allocate(
-            slots=SLOTS, hidden=HIDDEN, intermediate=INTERMEDIATE, device=DEVICE
-        )
+        self.weights = ExpertWeights.allocate(slots=SLOTS, hidden=HIDDEN, intermediate=INTERMEDIATE, device=DEVICE)
         for slot in range(SLOTS):
             self.weights.load(slot, *self.expert(draw))
         self.rows = torch.randn(rows, HIDDEN, generator=draw).bfloat16().to(DEVICE)
@@ -112,8 +110,7 @@ def test_weights_come_from_numpy_as_from_torch() -> None:
     seed = fresh_seed()
     expert = Case.expert(torch.Generator().manual_seed(seed))
     one, other, third = (
-        ExpertWeights.allocate(slots=1, hidden=HIDDEN, intermediate=INTERMEDIATE, device=DEVICE)
-        for _ in range(3)
+        ExpertWeights.allocate(slots=1, hidden=HIDDEN, intermediate=INTERMEDIATE, device=DEVICE) for _ in range(3)
     )
     one.load(0, *expert)
     other.load(0, *(matrix.numpy() for matrix in expert))
@@ -141,9 +138,7 @@ def test_what_cannot_be_is_said() -> None:
         grouped_ffn(case.rows, row_of, groups, case.weights, act[:, :72], out)
     with pytest.raises(ValueError, match="4 pairs in groups of 16; allocate 5 in groups of at most 128"):
         five = torch.zeros(5, dtype=torch.int32, device=DEVICE)
-        grouped_ffn(
-            case.rows, five, groups, case.weights, poisoned(5, 128, dtype=torch.bfloat16), poisoned(5, HIDDEN)
-        )
+        grouped_ffn(case.rows, five, groups, case.weights, poisoned(5, 128, dtype=torch.bfloat16), poisoned(5, HIDDEN))
 
 
 @pytest.mark.parametrize(

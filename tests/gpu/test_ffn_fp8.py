@@ -54,9 +54,7 @@ class Case:
 
     def __init__(self, seed: int, pairs: int, rows: int = 20) -> None:
         draw = torch.Generator().manual_seed(seed)
-        self.weights = Fp8ExpertWeights.allocate(
-            slots=SLOTS, hidden=HIDDEN, intermediate=INTERMEDIATE, device=DEVICE
-        )
+        self.weights = Fp8ExpertWeights.allocate(slots=SLOTS, hidden=HIDDEN, intermediate=INTERMEDIATE, device=DEVICE)
         self.weights.gate_up.view(torch.uint8).fill_(0x7F)  # NaN, where loading leaves anything out
         self.experts = [expert(np.random.default_rng(seed + slot)) for slot in range(SLOTS)]
         for slot in range(SLOTS):
@@ -78,9 +76,7 @@ class Case:
         return out.cpu()
 
     def wanted(self) -> torch.Tensor:
-        experts = [
-            [torch.from_numpy(matrix.dequantized()).double() for matrix in three] for three in self.experts
-        ]
+        experts = [[torch.from_numpy(matrix.dequantized()).double() for matrix in three] for three in self.experts]
         rows = [
             ffn_fp8_reference(self.rows[r : r + 1], *experts[s])
             for r, s in zip(self.row_of.tolist(), self.slots.tolist(), strict=True)
@@ -127,15 +123,11 @@ def test_wide_groups_are_refused() -> None:
 
 
 @pytest.mark.parametrize("dtype", [Dtype.BFLOAT16, Dtype.FP8])
-def test_the_self_test_passes_here_and_catches_broken_kernels(
-    dtype: Dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_self_test_passes_here_and_catches_broken_kernels(dtype: Dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = GpuBackend(torch.device(DEVICE))
     backend.self_test(dtype)
     monkeypatch.setattr(module, "compute_rows", lambda x, *others: x.float() * 1.03)
-    with pytest.raises(
-        KernelsBroken, match=f"the {dtype.label} kernels on {DEVICE} differ from the definition"
-    ):
+    with pytest.raises(KernelsBroken, match=f"the {dtype.label} kernels on {DEVICE} differ from the definition"):
         backend.self_test(dtype)
 
 
@@ -144,9 +136,7 @@ def test_a_gpu_without_float8_says_how_to_serve_its_checkpoints(monkeypatch: pyt
     backend = GpuBackend(torch.device("cpu"))
     backend.device = torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    with pytest.raises(
-        ValueError, match=r"capability 8.0; experts in fp8 need 8.9. Serve them with --dtype bfloat16"
-    ):
+    with pytest.raises(ValueError, match=r"capability 8.0; experts in fp8 need 8.9. Serve them with --dtype bfloat16"):
         backend.numerics_class(Dtype.FP8)
     assert "-sm80-bf16-" in backend.numerics_class(Dtype.BFLOAT16)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))

@@ -58,14 +58,8 @@ def test_the_gate_chooses_what_the_definition_chooses(name: str, rows: int) -> N
     seed, moe, hidden = fresh_seed(), SPECS[name], 600
     generator = torch.Generator().manual_seed(seed)
     norm = torch.randn(rows, hidden, generator=generator).to(DEVICE)
-    weight = (
-        (torch.randn(moe.experts, hidden, generator=generator) * 2 / hidden**0.5)
-        .to(torch.bfloat16)
-        .to(DEVICE)
-    )
-    correction = (
-        torch.randn(moe.experts, generator=generator).to(DEVICE) * 0.2 if moe.correction_bias else None
-    )
+    weight = (torch.randn(moe.experts, hidden, generator=generator) * 2 / hidden**0.5).to(torch.bfloat16).to(DEVICE)
+    correction = torch.randn(moe.experts, generator=generator).to(DEVICE) * 0.2 if moe.correction_bias else None
     high, low = split(norm)
     ids, weights = chosen(high, low, weight, correction, moe)
     wanted_ids, wanted = gate_reference(norm.double(), weight, correction, moe)

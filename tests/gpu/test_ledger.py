@@ -20,9 +20,7 @@ MODEL = "Qwen3-30B-A3B"
 BATCHES = (1, 32, 512)
 DOCUMENT = ROOT / "docs" / "gpu.md"
 LAYER, STEP, PASS = "MoE layer of a worker", "step, beside its layers", "pass of a server"
-ROW = re.compile(
-    rf"^\| ({LAYER}|{STEP}|{PASS}) \| (.+?) \|" + r" (\d+) \|" * len(BATCHES) + "$", re.MULTILINE
-)
+ROW = re.compile(rf"^\| ({LAYER}|{STEP}|{PASS}) \| (.+?) \|" + r" (\d+) \|" * len(BATCHES) + "$", re.MULTILINE)
 
 LARGE_BYTES, LEAST_PROGRAMS = 10_000_000, 100
 WIDTHS = tuple(1 << power for power in range(10))
@@ -84,9 +82,7 @@ def count() -> dict[str, dict[str, list[int]]]:
             server.capture(1)
             parts[PASS].append(counted(captured(seen)))
     return {
-        part: {
-            name: [counter[name] for counter in each] for name in dict.fromkeys(n for c in each for n in c)
-        }
+        part: {name: [counter[name] for counter in each] for name in dict.fromkeys(n for c in each for n in c)}
         for part, each in parts.items()
     }
 
@@ -95,9 +91,7 @@ def test_launches_are_those_of_the_table() -> None:
     """More fail; fewer ask for the table to be corrected, so that they stay."""
     found = {(part, name): tuple(counts) for part, rows in apart("tests.gpu.test_ledger:count").items()
              for name, counts in rows.items()}  # fmt: skip
-    table = {
-        (part, name): tuple(map(int, counts)) for part, name, *counts in ROW.findall(DOCUMENT.read_text())
-    }
+    table = {(part, name): tuple(map(int, counts)) for part, name, *counts in ROW.findall(DOCUMENT.read_text())}
     none = (0,) * len(BATCHES)
     rose, fell = [], []
     for key in dict.fromkeys([*found, *table]):
@@ -105,9 +99,7 @@ def test_launches_are_those_of_the_table() -> None:
         if now != then:
             worse = any(new > old for new, old in zip(now, then, strict=True))
             (rose if worse else fell).append(f"{': '.join(key)}: {then} in {DOCUMENT.name}, {now} found")
-    lines = "\n".join(
-        f"| {part} | {name} | {' | '.join(map(str, now))} |" for (part, name), now in found.items()
-    )
+    lines = "\n".join(f"| {part} | {name} | {' | '.join(map(str, now))} |" for (part, name), now in found.items())
     assert not rose, "more launches than docs/gpu.md allows:\n" + "\n".join(rose)
     assert not fell, "fewer launches; correct the table of docs/gpu.md to:\n" + lines
 
@@ -197,9 +189,7 @@ def narrow_ones() -> dict[str, list[Any]]:
 
 def test_what_moves_much_is_spread_over_the_processors() -> None:
     too = {kernel: worst for kernel, worst in narrow_ones().items() if kernel not in NARROW}
-    assert not too, (
-        f"programs with work, megabytes that they move, batch; {LEAST_PROGRAMS} programs needed: {too}"
-    )
+    assert not too, f"programs with work, megabytes that they move, batch; {LEAST_PROGRAMS} programs needed: {too}"
 
 
 @pytest.mark.parametrize("kernel", NARROW)

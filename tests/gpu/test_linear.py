@@ -48,9 +48,7 @@ def test_rows_are_those_of_the_definition(n: int, k: int, rows: int, there: int)
     wanted = linear_reference(x, weight.unpack().cpu(), None if weight.bias is None else weight.bias.cpu())
     assert distance(out[:there], wanted[:there]) < 1e-4, f"seed {seed}"
     assert out[there:].isnan().all(), f"seed {seed}: a row that is not there was written"
-    assert same_bits(product(x, weight, there, torch.bfloat16)[:there], out[:there].bfloat16()), (
-        f"seed {seed}"
-    )
+    assert same_bits(product(x, weight, there, torch.bfloat16)[:there], out[:there].bfloat16()), f"seed {seed}"
 
 
 def test_a_row_has_the_same_bits_alone_and_on_both_sides_of_every_border(

@@ -21,9 +21,7 @@ class Case:
         draw = torch.Generator().manual_seed(seed)
         wide, high = (INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE)
         slots = LAYERS * EXPERTS
-        self.weights = ExpertWeights.allocate(
-            slots=slots, hidden=HIDDEN, intermediate=INTERMEDIATE, device=DEVICE
-        )
+        self.weights = ExpertWeights.allocate(slots=slots, hidden=HIDDEN, intermediate=INTERMEDIATE, device=DEVICE)
         for slot in range(slots):
             matrices = [torch.randn(shape, generator=draw) / shape[1] ** 0.5 for shape in (wide, wide, high)]
             self.weights.load(slot, *matrices)
@@ -99,9 +97,7 @@ def test_what_cannot_be_is_said() -> None:
     with pytest.raises(ValueError, match="MoE layer 2 of 2; 0 to 1 exist"):
         case.experts.enqueue(2, rows, ids, gates, one, poisoned(4, HIDDEN))
     with pytest.raises(ValueError, match="65 rows; 1 to 64 are possible"):
-        case.experts.enqueue(
-            0, poisoned(65, HIDDEN, dtype=torch.bfloat16), ids, gates, one, poisoned(65, HIDDEN)
-        )
+        case.experts.enqueue(0, poisoned(65, HIDDEN, dtype=torch.bfloat16), ids, gates, one, poisoned(65, HIDDEN))
     with pytest.raises(ValueError, match=r"weights is torch\.float64"):
         case.experts.enqueue(0, rows, ids, gates.double(), one, poisoned(4, HIDDEN))
 

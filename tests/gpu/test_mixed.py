@@ -12,9 +12,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip(
-    "fastapi", reason="needs fastapi, for the gateway, and found none; make setup installs it"
-)
+pytest.importorskip("fastapi", reason="needs fastapi, for the gateway, and found none; make setup installs it")
 import httpx
 
 from benchmarks.make_model import make_model
@@ -68,7 +66,7 @@ def stream(url: str, on_token=lambda answer, count: None) -> Answer:  # type: ig
 def crossings(url: str) -> float:
     """Choices that went on in another class, so far."""
     lines = httpx.get(f"{url}/metrics").text.splitlines()
-    return float(next(line.split()[-1] for line in lines if line.startswith("eaas_class_crossings_total ")))
+    return float(next(line.split()[-1] for line in lines if line.startswith("eaas_class_crossings_total{")))
 
 
 def experts(url: str) -> dict[str, dict]:  # type: ignore[type-arg]

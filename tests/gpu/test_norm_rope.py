@@ -203,9 +203,7 @@ def test_row_kernels_compile_for_an_h200_without_spills(
     kernel: str, signature: dict, constexprs: dict, warps: int
 ) -> None:
     sizes = {"hidden", "inner"} & signature.keys()
-    built = compile_kernel(
-        "eaas.gpu.norm_rope", kernel, signature, constexprs, num_warps=warps, multiples=sizes
-    )
+    built = compile_kernel("eaas.gpu.norm_rope", kernel, signature, constexprs, num_warps=warps, multiples=sizes)
     assert built.spills == 0
     assert built.registers <= 128
     assert "LDG.E.128" in built.sass or "LDG.E.64" in built.sass, "loads are narrow"

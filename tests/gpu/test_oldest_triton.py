@@ -19,9 +19,7 @@ FOLDER = Path(sys.prefix) / "triton-3.6.0"
 @pytest.mark.parametrize("name", ["gate", "group", "inputs", "norm_rope"])
 def test_kernels_pass_their_tests(name: str) -> None:
     if not (FOLDER / "triton").is_dir():
-        pytest.skip(
-            f"triton 3.6.0 needed, not found in {FOLDER}; make check installs it where an index has it"
-        )
+        pytest.skip(f"triton 3.6.0 needed, not found in {FOLDER}; make check installs it where an index has it")
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(FOLDER), str(ROOT)])}
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/gpu/test_{name}.py"],

@@ -120,9 +120,7 @@ class Server:
             self.answers[to : to + data.nbytes] = data.view(np.uint8)
             mark = seal(data, sequence, CLIENT, int(place)).to_bytes(8, "little")
             self.answers[to + SHAPE.answer_seal : to + SHAPE.answer_seal + 8] = np.frombuffer(mark, np.uint8)
-        request = Request(
-            shape=SHAPE, rows=rows, pairs=pairs, listed=listed.tolist(), layer=layer, sequence=sequence
-        )
+        request = Request(shape=SHAPE, rows=rows, pairs=pairs, listed=listed.tolist(), layer=layer, sequence=sequence)
         changes = {"sender": SERVER + self.place, "attempt": attempt}
         headers = Reply(request=request, frame=changes).head(struct.unpack_from("<Q", frame, 120)[0])
         self.answers[at + 64 : at + 64 + len(headers)] = np.frombuffer(headers, np.uint8)
@@ -147,13 +145,9 @@ class Clocked:
     def __post_init__(self) -> None:
         draw = random.Random(self.seed)
         self.ends = [Server(place, draw) for place in range(self.servers)]
-        self.client = GpuClient(
-            SHAPE, servers=self.servers, replicas=self.servers, incarnation=CLIENT, device="cpu"
-        )
+        self.client = GpuClient(SHAPE, servers=self.servers, replicas=self.servers, incarnation=CLIENT, device="cpu")
         for end in self.ends:
-            link = Link(
-                request=end.request.data_ptr(), reply=end.reply.data_ptr(), incarnation=SERVER + end.place
-            )
+            link = Link(request=end.request.data_ptr(), reply=end.reply.data_ptr(), incarnation=SERVER + end.place)
             self.client.link(end.place, link)
         turns = torch.arange(SHAPE.experts)[:, None] + torch.arange(self.servers)[None, :]
         routes = (turns % self.servers).to(torch.int32).expand(SHAPE.layers, -1, -1)
@@ -261,9 +255,7 @@ def slowed(world: Clocked, *places: int) -> None:
 
 
 @pytest.mark.parametrize("places", [(0, 1), (1,)], ids=["all", "one"])
-def test_servers_that_become_slow_are_not_suspect(
-    make: Callable[..., Clocked], places: tuple[int, ...]
-) -> None:
+def test_servers_that_become_slow_are_not_suspect(make: Callable[..., Clocked], places: tuple[int, ...]) -> None:
     slowed(make(fresh_seed()), *places)
 
 
@@ -281,9 +273,7 @@ MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_this_world_kills_mutants(
-    name: str, make: Callable[..., Clocked], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_this_world_kills_mutants(name: str, make: Callable[..., Clocked], monkeypatch: pytest.MonkeyPatch) -> None:
     MUTANTS[name](monkeypatch)
     with pytest.raises(AssertionError, match="suspect" if name != "no credit" else "of [0-9]* pairs"):
         slowed(make(fresh_seed()), 0, 1)
@@ -292,12 +282,8 @@ def test_this_world_kills_mutants(
 PHASES = ["idle", "with a request in hand", "between answers", "before the signal"]
 
 
-@pytest.mark.parametrize(
-    ("phase", "credit"), [*((phase, 0) for phase in PHASES), ("with a request in hand", 8000)]
-)
-def test_a_killed_servers_rows_come_from_another_in_time(
-    make: Callable[..., Clocked], phase: str, credit: int
-) -> None:
+@pytest.mark.parametrize(("phase", "credit"), [*((phase, 0) for phase in PHASES), ("with a request in hand", 8000)])
+def test_a_killed_servers_rows_come_from_another_in_time(make: Callable[..., Clocked], phase: str, credit: int) -> None:
     world = make(fresh_seed())
     world.remember(30)
     world.call(0)
@@ -311,9 +297,7 @@ def test_a_killed_servers_rows_come_from_another_in_time(
     assert resent, f"seed {world.seed}: nothing was sent again, so nothing was killed in a call"
     limit_ns = patience.HEDGE_FLOOR_NS if credit else patience.SUSPECT_FLOOR_NS
     # Looks are LEAP apart; then a pass under way at the other server, and one of its own.
-    assert world.longest_ns <= (1 + LEAP) * limit_ns + 4 * FAST_NS, (
-        f"seed {world.seed}: {world.longest_ns} ns"
-    )
+    assert world.longest_ns <= (1 + LEAP) * limit_ns + 4 * FAST_NS, f"seed {world.seed}: {world.longest_ns} ns"
     assert not world.suspected, f"seed {world.seed}: {world.suspected}"
     # It is asked no more: nobody waits for it.
     world.longest_ns = 0

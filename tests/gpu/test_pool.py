@@ -154,9 +154,7 @@ WIRE = WireShape(shape=SHAPE, dtype=Dtype.BFLOAT16, model_hash=7)
 
 
 def new_client() -> GpuClient:
-    client = DEVICE_NAME.backend().client(
-        WIRE, incarnation=9, lanes=1, bell_page=0, max_tokens=5, patience_s=0.0
-    )
+    client = DEVICE_NAME.backend().client(WIRE, incarnation=9, lanes=1, bell_page=0, max_tokens=5, patience_s=0.0)
     assert isinstance(client, GpuClient)
     return client
 
@@ -167,12 +165,8 @@ def test_a_window_in_which_kernels_would_touch_what_is_not_theirs_is_refused() -
     there, back = client.shape.request_window.nbytes, client.shape.reply_window.nbytes
     for less_there, less_back in ((0, 0), (1, 0), (0, 1)):
         sizes = {"slots": client.shape.slots, "slot_bytes": 0, "tx": 4096, "rx": 8192}
-        to_server = ServerLink(
-            tx_bytes=there - less_there, rx_bytes=back - less_back, server_incarnation=5, **sizes
-        )
-        to_client = ClientLink(
-            rx_bytes=there - less_there, tx_bytes=back - less_back, client_incarnation=9, **sizes
-        )
+        to_server = ServerLink(tx_bytes=there - less_there, rx_bytes=back - less_back, server_incarnation=5, **sizes)
+        to_client = ClientLink(rx_bytes=there - less_there, tx_bytes=back - less_back, client_incarnation=9, **sizes)
         if not less_there + less_back:
             assert client.add_server(to_server) == server.add_client(to_client) == 0
             continue
@@ -189,9 +183,7 @@ def test_a_step_has_room_for_rows_up_to_a_power_of_two() -> None:
     ids = torch.zeros(8, SHAPE.top_k, dtype=torch.int32, device=DEVICE)
     calls.begin(1.0)
     with torch.cuda.stream(calls.stream):
-        calls.enqueue(
-            0, rows, ids, torch.zeros(8, SHAPE.top_k, device=DEVICE), torch.full_like(ids[0, :1], 5), out
-        )
+        calls.enqueue(0, rows, ids, torch.zeros(8, SHAPE.top_k, device=DEVICE), torch.full_like(ids[0, :1], 5), out)
     if DEVICE == "cuda":
         torch.cuda.synchronize()
     assert calls.end().lost == tuple(range(5)), "nobody was there to answer"
@@ -223,9 +215,7 @@ def test_a_pool_over_kernels_answers_and_outlives_servers(world: World) -> None:
     client.apply_view(world.view(other))
     assert until(lambda: client.adopted_epoch == 2 and client.attached == ("expert/6",))
     third, report = world.call(client, 0)
-    assert report.usable and same_bits(first, third) and not report.redispatched, (
-        f"seed {world.seed}: {report}"
-    )
+    assert report.usable and same_bits(first, third) and not report.redispatched, f"seed {world.seed}: {report}"
 
 
 def test_a_fenced_server_answers_nobody(world: World) -> None:
@@ -260,9 +250,7 @@ def test_an_expert_that_moved_is_served_where_it_went(world: World) -> None:
     assert until(lambda: client.adopted_epoch == 2)
     first.tell("clear")
     after, report = world.call(client, 1)
-    assert report.usable and not report.redispatched and same_bits(before, after), (
-        f"seed {world.seed}: {report}"
-    )
+    assert report.usable and not report.redispatched and same_bits(before, after), f"seed {world.seed}: {report}"
     assert until(lambda: first.tell("clients") == 0), "windows that nobody uses were kept"
 
 
@@ -274,9 +262,7 @@ def test_rows_are_counted_by_expert_and_each_step_once(world: World) -> None:
         assert world.call(client, 1)[1].usable
     rows, steps = client.take_routed()
     asked = np.bincount(world.ids.cpu().numpy().ravel(), minlength=SHAPE.experts)
-    assert rows.reshape(SHAPE.layers, -1).tolist() == [[0] * SHAPE.experts, (2 * asked).tolist()], (
-        f"{world.seed}"
-    )
+    assert rows.reshape(SHAPE.layers, -1).tolist() == [[0] * SHAPE.experts, (2 * asked).tolist()], f"{world.seed}"
     assert steps.reshape(SHAPE.layers, -1)[1].tolist() == (2 * (asked > 0)).tolist(), f"seed {world.seed}"
     assert not client.take_routed()[0].any(), "counted twice"
 
@@ -290,9 +276,7 @@ def test_servers_that_hold_the_same_are_both_asked_and_their_speeds_are_known(wo
     client.take_routed()
     found = client.stats()
     assert list(found) == ["expert/5", "expert/6"]
-    assert sum(stats.pairs for stats in found.values()) == 2 * ROWS * SHAPE.top_k, (
-        f"seed {world.seed}: {found}"
-    )
+    assert sum(stats.pairs for stats in found.values()) == 2 * ROWS * SHAPE.top_k, f"seed {world.seed}: {found}"
     assert all(stats.replies and stats.service_sum_ns for stats in found.values()), f"{world.seed}: {found}"
     assert sum(stats.speed for stats in found.values()) == pytest.approx(2), f"seed {world.seed}: {found}"
     # Whatever order of replicas that made, the answers are the same.

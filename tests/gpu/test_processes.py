@@ -108,9 +108,7 @@ class ServerProcess:
             return None
 
 
-def serve(
-    place: int, shape: ExchangeShape, request: int, answers: int, trouble: Callable[[], None] | None
-) -> None:
+def serve(place: int, shape: ExchangeShape, request: int, answers: int, trouble: Callable[[], None] | None) -> None:
     """The server's process: map the windows anew, then pass after pass."""
     parent = os.getppid()
     torch.set_num_threads(1)
@@ -118,9 +116,7 @@ def serve(
         SharedWindow(request, shape.request_window.nbytes),
         SharedWindow(answers, shape.reply_window.nbytes),
     ]
-    end = GpuServer(
-        shape, clients=1, compute=compute, incarnation=SERVER + place, device="cpu", idle_s=0.0002
-    )
+    end = GpuServer(shape, clients=1, compute=compute, incarnation=SERVER + place, device="cpu", idle_s=0.0002)
     end.attach(0, request=windows[0].address, reply=windows[1].address, incarnation=CLIENT)
     for layer in range(shape.layers):
         for expert in range(shape.experts):
@@ -205,9 +201,7 @@ def processes(
                 incarnation=SERVER + server.place,
             ),
         )
-    routes = (
-        torch.arange(len(servers), dtype=torch.int32).expand(SHAPE.layers, SHAPE.experts, -1).contiguous()
-    )
+    routes = torch.arange(len(servers), dtype=torch.int32).expand(SHAPE.layers, SHAPE.experts, -1).contiguous()
     client.write_tables(routes)
     give_patience(client, patience_s, wait_s)
     try:
@@ -260,9 +254,7 @@ def test_a_server_killed_in_mid_call_changes_no_bit(trouble: Callable[[], None])
         world.client.begin(4 * HASTY_S)
         world.call(seed + 1)
         report = world.client.report()
-        assert report.redispatched == 6 and report.verdicts == {0: {Verdict.MISSING}}, (
-            f"seed {seed}: {report}"
-        )
+        assert report.redispatched == 6 and report.verdicts == {0: {Verdict.MISSING}}, f"seed {seed}: {report}"
         # From now on nobody waits for it.
         world.call(seed + 2)
         assert world.client.report().redispatched == 0
@@ -320,6 +312,4 @@ def test_a_late_server_is_not_waited_for_where_another_can_answer() -> None:
     with processes(BRIEF_S, freeze, None, wait_s=PATIENT_S) as world:
         world.call(seed)
         report = world.client.report()
-        assert report.redispatched == 6 and report.verdicts == {0: {Verdict.MISSING}}, (
-            f"seed {seed}: {report}"
-        )
+        assert report.redispatched == 6 and report.verdicts == {0: {Verdict.MISSING}}, f"seed {seed}: {report}"

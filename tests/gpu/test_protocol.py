@@ -75,11 +75,7 @@ def test_rows_of_any_size_travel_as_e4m3_in_the_bits_of_torch() -> None:
     world.ends[0].enqueue_pass()
     batch = world.ends[0].batch
     largest = call.rows.float().abs().amax(dim=1, keepdim=True).clamp_min(2.0**-100)
-    codes = (
-        (call.rows.float() * (torch.full_like(largest, 448) / largest))
-        .clamp(-448, 448)
-        .to(torch.float8_e4m3fn)
-    )
+    codes = (call.rows.float() * (torch.full_like(largest, 448) / largest)).clamp(-448, 448).to(torch.float8_e4m3fn)
     assert batch.scales is not None
     assert same_bits(batch.scales[:4], largest * (1 / 448)), f"seed {seed}"
     assert same_bits(batch.rows[:4], codes), f"seed {seed}"
@@ -152,9 +148,7 @@ def test_frames_are_what_the_layout_says() -> None:
     for token in range(3):
         row = slot[128 + shape.rows_offset + token * shape.row_stride :][: shape.row_stride]
         words = np.frombuffer(row[: 4 * shape.row_words], "<u4")
-        assert struct.unpack_from("<Q", row, shape.row_seal) == (seal(words, 1, SERVER, token),), (
-            f"seed {seed}"
-        )
+        assert struct.unpack_from("<Q", row, shape.row_seal) == (seal(words, 1, SERVER, token),), f"seed {seed}"
     answer = world.reply_slot(0).cpu().numpy().tobytes()
     reply = Reply(request=request, service_ns=struct.unpack_from("<Q", answer, 176)[0])
     head = reply.head(struct.unpack_from("<Q", slot, 120)[0])
@@ -162,9 +156,7 @@ def test_frames_are_what_the_layout_says() -> None:
     for place in range(6):
         row = answer[192 + place * shape.answer_stride :][: shape.answer_stride]
         words = np.frombuffer(row[: shape.answer_seal], "<u4")
-        assert struct.unpack_from("<Q", row, shape.answer_seal) == (seal(words, 1, CLIENT, place),), (
-            f"seed {seed}"
-        )
+        assert struct.unpack_from("<Q", row, shape.answer_seal) == (seal(words, 1, CLIENT, place),), f"seed {seed}"
 
 
 def test_a_list_of_many_blocks_has_the_frames_checksum() -> None:
@@ -230,6 +222,9 @@ def test_a_pass_counts_its_work_and_its_time_in_memory_of_the_host() -> None:
     assert (found.batches, found.requests, found.rows, found.pairs) == (3, 3, 9, 18), f"seed {seed}"
     assert found.experts == activated, f"seed {seed}: an expert counts once in each pass"
     assert found.busy_ns > 0
+    # bf16 both ways.
+    hidden = world.shape.hidden
+    assert (found.received_bytes, found.sent_bytes) == (9 * hidden * 2, 18 * hidden * 2)
     if DEVICE == "cpu":
         # From the look that found the request to the last: by the interpreter's clock two looks or three a pass.
         assert 3 * 20_000 <= found.busy_ns <= 9 * 20_000
@@ -392,9 +387,7 @@ def test_a_restarted_server_answers_nothing_that_its_old_self_was_asked() -> Non
     world.ends[0] = GpuServer(
         world.shape, clients=1, compute=toy_experts, incarnation=SERVER + 99, device=DEVICE, idle_s=0.00002
     )
-    world.ends[0].attach(
-        0, request=world.requests[0].data_ptr(), reply=world.replies[0].data_ptr(), incarnation=CLIENT
-    )
+    world.ends[0].attach(0, request=world.requests[0].data_ptr(), reply=world.replies[0].data_ptr(), incarnation=CLIENT)
     world.ends[0].enqueue_pass()
     assert world.ends[0].counters().invalid == 1 and old.counters().requests == 0
     wait_replies(world.client.tables, 0, call.rows, call.ids, call.n_rows)
@@ -504,9 +497,7 @@ def test_wrong_arguments_are_refused_in_words() -> None:
     with pytest.raises(ValueError, match="multiples of 64 bytes are needed"):
         client.link(0, Link(request=3, reply=64, incarnation=1))
     with pytest.raises(ValueError, match="routes name places -1 to 7; 0 to 0 exist"):
-        client.write_tables(
-            torch.full_like(world.routes(), 7).clamp_min(-1).index_fill_(1, torch.tensor([0]), -1)
-        )
+        client.write_tables(torch.full_like(world.routes(), 7).clamp_min(-1).index_fill_(1, torch.tensor([0]), -1))
     with pytest.raises(ValueError, match="place 0 is taken; detach its client first"):
         end.attach(0, request=64, reply=64, incarnation=1)
     with pytest.raises(ValueError, match="expert 6 of layer 0; there are 6 of 2 layers"):
@@ -531,9 +522,7 @@ def renew(world: World) -> None:
         (world.replies, reply_of(world.shape)),
     ):
         windows[0] = window
-    world.ends[0].attach(
-        0, request=world.requests[0].data_ptr(), reply=world.replies[0].data_ptr(), incarnation=CLIENT
-    )
+    world.ends[0].attach(0, request=world.requests[0].data_ptr(), reply=world.replies[0].data_ptr(), incarnation=CLIENT)
     world.link(0)
     world.client.write_tables()
 

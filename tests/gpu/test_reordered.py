@@ -58,9 +58,7 @@ def exchanged(network: Network, calls: int, seed: int, tokens: int = 5) -> int:
         )
     counts = [end.counters() for end in world.ends]
     rows = sum(it.rows + it.pairs for it in counts)
-    assert network.held > rows > calls * tokens, (
-        f"seed {seed}: {network.held} pieces held back, of {rows} rows"
-    )
+    assert network.held > rows > calls * tokens, f"seed {seed}: {network.held} pieces held back, of {rows} rows"
     return rows
 
 
@@ -87,9 +85,7 @@ def send_kernel(window, sequence, counter, ROWS: tl.constexpr):
     at = window + _ROWS_AT + row.to(tl.int64) * _STRIDE
     index = tl.arange(0, _WORDS)[None, :]
     put(at, tl.trans(index), tl.trans(words))
-    seal = tl.sum(folded(words, index, row[:, None]), axis=1) + row_stamp(
-        row * 0 + sequence, row * 0 + 7, row
-    )
+    seal = tl.sum(folded(words, index, row[:, None]), axis=1) + row_stamp(row * 0 + sequence, row * 0 + 7, row)
     put(at, _WORDS // 2, seal)
     if is_last(counter, tl.num_programs(0)):
         put(window + 64 + sequence * 0, 0, sequence * 0 + tl.num_programs(0) * ROWS)

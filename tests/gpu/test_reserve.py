@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from experts.gpu.backend import GpuBackend
+from experts.gpu.layout import CountWord, HostWord
 from experts.gpu.weights import ExpertWeights, Fp8ExpertWeights
 from experts.kernels import WeightsBroken, pack_expert
 from experts.model import Dtype, ExpertShape
@@ -18,9 +19,7 @@ from router.placement import place
 from tests.gpu.device import DEVICE, fresh_seed
 from tests.gpu.kernel_server import EVERY, SHAPE, matrices_of
 
-LARGE = ExpertShape(
-    architecture="", layer_ids=tuple(range(48)), experts=128, hidden=2048, intermediate=768, top_k=8
-)
+LARGE = ExpertShape(architecture="", layer_ids=tuple(range(48)), experts=128, hidden=2048, intermediate=768, top_k=8)
 
 
 @pytest.mark.parametrize(("dtype", "kind"), [(Dtype.BFLOAT16, ExpertWeights), (Dtype.FP8, Fp8ExpertWeights)])
@@ -54,6 +53,8 @@ def test_a_server_uses_the_slots_that_were_reserved_for_it_and_no_other_does() -
     reserved = backend._reserved
     first, second = (backend.server(wire, incarnation=n, cores=(-1,), bell_page=0) for n in (1, 2))
     assert first._weights is reserved and second._weights is not reserved
+    with pytest.raises(ValueError, match=r"cannot be served beside another model on .*: a GPU's server has one"):
+        first.add_model(wire)
     seed = fresh_seed()
     packed = {
         pair: pack_expert(gate, up, down, Dtype.BFLOAT16)
@@ -65,3 +66,7 @@ def test_a_server_uses_the_slots_that_were_reserved_for_it_and_no_other_does() -
     for pair in EVERY:
         second.set_expert(pair[0], pair[1], packed[pair].gate_up, packed[pair].down)
     assert len(second.tables.held.unique()) == len(EVERY), f"seed {seed}"
+    second.tables.host[HostWord.COUNTS + CountWord.PAIRS] = 10
+    second.tables.host[HostWord.COUNTS + CountWord.EXPERTS] = 2
+    wanted = SHAPE.hidden * SHAPE.intermediate // 64 * (10 + 2 * 180)
+    assert second.counters().work == wanted, "reading an expert's weights counts as 180 rows of it"

@@ -109,9 +109,7 @@ def test_the_generator_is_the_engines() -> None:
     tokens, _ = device_tokens(np.zeros((40, 2), np.float32), rows)
     for row, token in zip(rows, tokens, strict=True):
         index, key = int(row["index"]), int(row["seed"])
-        words = philox(
-            [index & 0xFFFFFFFF, index >> 32, int(row["choice"]), 0], [key & 0xFFFFFFFF, key >> 32]
-        )
+        words = philox([index & 0xFFFFFFFF, index >> 32, int(row["choice"]), 0], [key & 0xFFFFFFFF, key >> 32])
         assert token == words[0] >> 31, f"seed {seed}"
 
 

@@ -66,9 +66,7 @@ def recorded(spec: ModelSpec, taps: StepTaps) -> Mapping[Tap, np.ndarray]:
     return found
 
 
-def a_chunk_beside_decoding_rows(
-    world: World, seed: int, decoders: Sequence[GpuDecoder | Decoder]
-) -> StepPlan:
+def a_chunk_beside_decoding_rows(world: World, seed: int, decoders: Sequence[GpuDecoder | Decoder]) -> StepPlan:
     """A step of 6 rows, of which 4 are a prompt's chunk; what came before it is in these decoders' caches.
 
     Two micro-batches of it leave a gap: 3 rows each, in buffers of 4.
@@ -137,9 +135,7 @@ def test_rows_are_recorded_as_the_cpu_records_them(
             elif statistics:
                 # The mean of numbers about 0 is exact to what they are large.
                 slack = np.maximum(np.abs(wanted[what]), wanted[what][:, 1:2])
-                assert (np.abs(found - wanted[what]) <= 2e-2 * slack).all(), (
-                    f"{label}: {found}, {wanted[what]}"
-                )
+                assert (np.abs(found - wanted[what]) <= 2e-2 * slack).all(), f"{label}: {found}, {wanted[what]}"
             else:
                 off = [off_by(*pair) for pair in zip(found, wanted[what], strict=True)]
                 assert max(off) < 2e-2, f"{label}: off by {off}"
@@ -283,9 +279,7 @@ def test_statistics_leave_out_what_is_not_finite_and_say_how_much(width: int) ->
         wanted = statistics_reference(source)
         for row, number in enumerate(numbers.tolist()):
             found = frame[5 + number * apart :][:4]
-            assert np.allclose(found.cpu(), wanted[row].cpu(), rtol=1e-5, atol=1e-5), (
-                f"row {row}, seed {seed}"
-            )
+            assert np.allclose(found.cpu(), wanted[row].cpu(), rtol=1e-5, atol=1e-5), f"row {row}, seed {seed}"
     frame = poisoned(5 + 4 * width)
     for place, n_rows in ((-1, 4), (5, 0)):
         tap(source, numbers, one(n_rows), one(place), one(0), frame)

@@ -42,9 +42,7 @@ def plan(rows: int, columns: int, dice: random.Random) -> StepPlan:
     wanted = sorted(dice.sample(range(rows), dice.choice((rows, rows, dice.randint(0, rows)))))
     arrays = (tokens, positions, seqs, blocks.reshape(-1, columns), wanted)
     names = ("token_ids", "positions", "seqs", "block_tables", "logits_rows")
-    return StepPlan(
-        **{name: np.array(array, dtype=np.int32) for name, array in zip(names, arrays, strict=True)}
-    )
+    return StepPlan(**{name: np.array(array, dtype=np.int32) for name, array in zip(names, arrays, strict=True)})
 
 
 def taps(rows: int, dice: random.Random) -> StepTaps:
@@ -182,18 +180,14 @@ def passes(name: str) -> dict[str, Any]:
 
     dtype = Dtype[name]
     hidden, inner = 128, 72
-    shape = ExpertShape(
-        architecture="", layer_ids=(0, 1), experts=6, hidden=hidden, intermediate=inner, top_k=2
-    )
+    shape = ExpertShape(architecture="", layer_ids=(0, 1), experts=6, hidden=hidden, intermediate=inner, top_k=2)
     draw = np.random.default_rng(1)
 
     def expert() -> Any:
         sizes = (inner, hidden), (inner, hidden), (hidden, inner)
         if dtype is Dtype.FP8:
             return pack_expert(*(grouped.sample(dtype, *size, draw) for size in sizes), dtype)
-        return pack_expert(
-            *(to_dtype(draw.normal(size=size).astype(np.float32), dtype) for size in sizes), dtype
-        )
+        return pack_expert(*(to_dtype(draw.normal(size=size).astype(np.float32), dtype) for size in sizes), dtype)
 
     turn = iter(range(1 << 40))
     GpuServer.passes = property(lambda self: next(turn))  # type: ignore[assignment]

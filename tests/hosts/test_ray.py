@@ -174,8 +174,7 @@ class Streams:
         self.failures: list[str] = []
         self.events = 0
         self._threads = [
-            threading.Thread(target=node.inside, args=(lambda n=n: self._run(n),), daemon=True)
-            for n in range(STREAMS)
+            threading.Thread(target=node.inside, args=(lambda n=n: self._run(n),), daemon=True) for n in range(STREAMS)
         ]
         for thread in self._threads:
             thread.start()
@@ -254,9 +253,7 @@ def test_a_node_that_dies_fails_no_stream_and_its_members_come_back_on_others(
     assert lost.address not in {*world.members("expert"), *world.members("attention")}
 
     world.nodes[3].start_ray(world.head)
-    grown = world.eaas(
-        "scale", "expert", "4", "--tls-dir", str(world.folder / "certs"), "--url", f"127.0.0.1:{PORT}"
-    )
+    grown = world.eaas("scale", "expert", "4", "--tls-dir", str(world.folder / "certs"), "--url", f"127.0.0.1:{PORT}")
     said, _ = grown.communicate(timeout=60)
     assert grown.returncode == 0, said
     eventually(lambda: world.is_whole(4), f"a fourth server: {world.said()}", timeout_s=120)

@@ -49,9 +49,7 @@ def run(*words: str, timeout_s: float = 120, stdin: str | None = None, check: bo
     Raises:
         RuntimeError: it failed, with what it said.
     """
-    done = subprocess.run(
-        words, input=stdin, capture_output=True, text=True, timeout=timeout_s, cwd=ROOT, check=False
-    )
+    done = subprocess.run(words, input=stdin, capture_output=True, text=True, timeout=timeout_s, cwd=ROOT, check=False)
     if check and done.returncode:
         raise RuntimeError(f"{' '.join(words[:6])} ended with {done.returncode}:\n{done.stderr[-3000:]}")
     return done.stdout.strip()
@@ -73,9 +71,7 @@ def settle(folder: Path) -> None:
 
 def pip_settings(folder: Path) -> list[str]:
     """Options of a build by which pip finds packages there as it does here: its settings and the folders they name."""
-    found = dict(
-        re.findall(r"^[^.\n]+\.([\w.-]+)='(.*)'$", run(sys.executable, "-m", "pip", "config", "list"), re.M)
-    )
+    found = dict(re.findall(r"^[^.\n]+\.([\w.-]+)='(.*)'$", run(sys.executable, "-m", "pip", "config", "list"), re.M))
     settings = {name.rpartition(".")[2]: value for name, value in found.items()}
     lines = "".join(f"{name} = {value}\n" for name, value in settings.items())
     (folder / "pip.conf").write_text(f"[global]\n{lines}")
@@ -104,9 +100,7 @@ def build(folder: Path, tag: str) -> None:
         )
         run("podman", "import", "--quiet", base, BASE)
     options = ["--isolation=chroot", "--layers", f"--build-arg=BASE={BASE}", *pip_settings(folder)]
-    run(
-        "nice", "make", "image", "ENGINE=buildah", f"IMAGE={tag}", f"ARGS={' '.join(options)}", timeout_s=1800
-    )
+    run("nice", "make", "image", "ENGINE=buildah", f"IMAGE={tag}", f"ARGS={' '.join(options)}", timeout_s=1800)
 
 
 def rendered(tag: str, *sets: str) -> list[dict[str, Any]]:
@@ -154,9 +148,7 @@ class Pod:
     def log(self) -> str:
         """What the container has logged."""
         name = f"{self.name}-{self.role}"
-        done = subprocess.run(
-            ["podman", "logs", name], capture_output=True, text=True, timeout=60, check=False
-        )
+        done = subprocess.run(["podman", "logs", name], capture_output=True, text=True, timeout=60, check=False)
         return done.stdout + done.stderr
 
     def passes(self, probe: str) -> bool:
@@ -171,9 +163,7 @@ class Pod:
                 return True
             context = ssl.create_default_context()
             context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-            link = http.client.HTTPSConnection(
-                self.address, ports[action["port"]], timeout=timeout_s, context=context
-            )
+            link = http.client.HTTPSConnection(self.address, ports[action["port"]], timeout=timeout_s, context=context)
             with contextlib.closing(link):
                 link.request("GET", action["path"])
                 return 200 <= link.getresponse().status < 400
@@ -220,9 +210,7 @@ class Node:
         )
         labels = found["spec"]["template"]["metadata"]["labels"].items()
         services = [one for one in manifests if one["kind"] == "Service"]
-        return found, [
-            one["metadata"]["name"] for one in services if one["spec"]["selector"].items() <= labels
-        ]
+        return found, [one["metadata"]["name"] for one in services if one["spec"]["selector"].items() <= labels]
 
     def start(self, role: str, ordinal: int, tag: str) -> Pod:
         """Start one pod, with an address that no pod had before."""

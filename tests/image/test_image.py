@@ -214,8 +214,7 @@ def cluster(image: str, folder: Path) -> Iterator[Cluster]:
     (folder / "admin.key").write_text(os.urandom(32).hex())
     (folder / "resume.key").write_bytes(os.urandom(32))
     files = {
-        f"eaas-tls-{role}": {name: certs / role / name for name in ("ca.pem", "cert.pem", "key.pem")}
-        for role in ROLES
+        f"eaas-tls-{role}": {name: certs / role / name for name in ("ca.pem", "cert.pem", "key.pem")} for role in ROLES
     }
     files["eaas-https"] = {f"tls.{end}": certs / "gateway" / f"{name}.pem" for end, name in HTTPS}
     files["eaas-keys"] = {name: folder / name for name in ("keys.json", "resume.key")}
@@ -273,9 +272,7 @@ def test_another_tag_of_the_image_rolls_out_without_a_failed_request(cluster: Cl
     with cluster.traffic() as traffic:
         for pod in node.of(role):
             ordinal = int(pod.name.rpartition("-")[2])
-            if (
-                surges
-            ):  # maxUnavailable 0, maxSurge 1: the new one is ready before the old one is asked to end.
+            if surges:  # maxUnavailable 0, maxSurge 1: the new one is ready before the old one is asked to end.
                 node.wait_ready([node.start(role, ordinal + 10, NEXT)])
             if role == "gateway":
                 traffic.endpoints = [one.address for one in node.of(role) if one is not pod]
@@ -295,9 +292,7 @@ def test_a_gateway_that_is_asked_to_end_lets_its_streams_end(cluster: Cluster) -
     traffic = cluster.traffic()
     text = traffic.stream(pod.address, PROMPTS[0])
     got: list[str] = []
-    threads = [
-        threading.Thread(target=lambda: got.append(traffic.stream(pod.address, PROMPTS[0]))) for _ in range(4)
-    ]
+    threads = [threading.Thread(target=lambda: got.append(traffic.stream(pod.address, PROMPTS[0]))) for _ in range(4)]
     for thread in threads:
         thread.start()
     time.sleep(0.1)

@@ -105,9 +105,7 @@ def encode_header(header: Header, payload: bytes | memoryview) -> bytes:
         struct.error: a field does not fit its width.
     """
     if header.length != len(payload):
-        raise ValueError(
-            f"header says {header.length} bytes, the payload has {len(payload)}; they must agree."
-        )
+        raise ValueError(f"header says {header.length} bytes, the payload has {len(payload)}; they must agree.")
     sealed = _SEALED.pack(
         MAGIC,
         VERSION,
@@ -136,9 +134,7 @@ def seal_frame(slot: memoryview, header: Header, payload: bytes | memoryview) ->
     slot[SIGNAL_BYTES:PAYLOAD_OFFSET] = encode_header(header, payload)
 
 
-def open_frame(
-    slot: bytes | memoryview, capacity: int, incarnation: int, sender: int, sequence: int
-) -> Frame:
+def open_frame(slot: bytes | memoryview, capacity: int, incarnation: int, sender: int, sequence: int) -> Frame:
     """Copy a slot's frame, then validate the copy.
 
     Args:

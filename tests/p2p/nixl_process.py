@@ -11,8 +11,11 @@ import time
 
 import numpy as np
 
-from p2p import PeerGone, Status, WindowLayout, native, open_frame
+from p2p import native
+from p2p.endpoint import PeerGone, Status
+from p2p.frame import open_frame
 from p2p.nixl import NixlEndpoint, NixlPeer, NixlWindow
+from p2p.window import WindowLayout
 
 LAYOUT = WindowLayout(slots=2, payload_bytes=256 * 1024)
 PARENT, CHILD = 101, 202

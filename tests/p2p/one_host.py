@@ -13,9 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from p2p import ShmEndpoint, decode
 from p2p.cuda import CudaEndpoint
 from p2p.cuda_driver import CudaDriver
+from p2p.descriptor import decode
+from p2p.local import ShmEndpoint
 
 CHILD_PROGRAM = Path(__file__).parent / "peer_process.py"
 ROOT = Path(__file__).parents[2]
@@ -60,9 +61,7 @@ class Child:
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
         command = [sys.executable, str(CHILD_PROGRAM), *arguments]
         pipe = subprocess.PIPE
-        self.process = subprocess.Popen(
-            command, stdin=pipe, stdout=pipe, text=True, bufsize=1, env=environment
-        )
+        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, bufsize=1, env=environment)
 
     def say(self, text: str) -> None:
         assert self.process.stdin is not None

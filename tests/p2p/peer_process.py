@@ -12,9 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from p2p import Peer, ShmEndpoint, Status, WindowLayout, native, open_frame
+from p2p import native
 from p2p.cuda import CudaEndpoint
 from p2p.cuda_driver import CudaDriver
+from p2p.endpoint import Peer, Status
+from p2p.frame import open_frame
+from p2p.local import ShmEndpoint
+from p2p.window import WindowLayout
 
 LAYOUT = WindowLayout(slots=2, payload_bytes=256 * 1024)
 PARENT, CHILD = 101, 202
@@ -56,9 +60,7 @@ def echo() -> None:
             sequence += 1
 
 
-def send(
-    peer: Peer, index: int, sequence: int, payload: bytes, attempt: int = 0, sender: int | None = None
-) -> None:
+def send(peer: Peer, index: int, sequence: int, payload: bytes, attempt: int = 0, sender: int | None = None) -> None:
     """One frame by native code: payload, header, signal, doorbell."""
     library, at = native.load(), peer.address + LAYOUT.slot_offset(index)
     ctypes.memmove(at + 128, payload, len(payload))
@@ -111,9 +113,7 @@ def tear() -> None:
     """Overwrite slot 0 for ever, without waiting for anyone: one sequence, another content each time."""
     endpoint = new_endpoint()
     peer = connect(endpoint)
-    payloads = [
-        np.full(LAYOUT.payload_bytes // 8, 0x0101010101010101 * i, np.uint64).tobytes() for i in range(200)
-    ]
+    payloads = [np.full(LAYOUT.payload_bytes // 8, 0x0101010101010101 * i, np.uint64).tobytes() for i in range(200)]
     say("writing")
     for turn in range(10**9):
         attempt = turn % len(payloads)

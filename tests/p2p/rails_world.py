@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from p2p import WindowLayout, native
+from p2p import native
+from p2p.window import WindowLayout
 
 OWNER, WRITER = 71, 72
 LAYOUT = WindowLayout(slots=8, payload_bytes=3000)
@@ -137,16 +138,10 @@ class World:
         self.window = np.zeros(LAYOUT.nbytes, np.uint8)
         self.image = np.zeros(LAYOUT.nbytes, np.uint8)
         for memory in (self.window, self.image):
-            self.lib.p2p_window_init(
-                memory.ctypes.data, LAYOUT.nbytes, OWNER, LAYOUT.slots, LAYOUT.payload_bytes
-            )
+            self.lib.p2p_window_init(memory.ctypes.data, LAYOUT.nbytes, OWNER, LAYOUT.slots, LAYOUT.payload_bytes)
         config = Config(paths, 1024, 100 * MS, 20 * MS, 300 * MS, 3000 * MS)
-        self.writer = self.lib.p2p_writer_new(
-            self.image.ctypes.data, LAYOUT.nbytes, OWNER, byref(config), None
-        )
-        self.owner = self.lib.p2p_owner_new(
-            self.window.ctypes.data, LAYOUT.nbytes, OWNER, None, 0, byref(config), None
-        )
+        self.writer = self.lib.p2p_writer_new(self.image.ctypes.data, LAYOUT.nbytes, OWNER, byref(config), None)
+        self.owner = self.lib.p2p_owner_new(self.window.ctypes.data, LAYOUT.nbytes, OWNER, None, 0, byref(config), None)
         self.lib.p2p_writer_watch_slots(self.writer)
         self.rails = [Rail(bytes_per_s=bytes_per_s, delay_ns=50_000) for _ in range(paths)]
         self.transports: dict[tuple[int, int], Transport] = {}
@@ -181,9 +176,7 @@ class World:
         self.at(rail.free_ns + rail.delay_ns, arrive)
 
     def path(self, transport: Transport, end: str) -> Path:
-        def write(
-            _: int, ticket: int, offset: int, source: int, nbytes: int, note: int, note_bytes: int
-        ) -> int:
+        def write(_: int, ticket: int, offset: int, source: int, nbytes: int, note: int, note_bytes: int) -> int:
             if transport.broken:
                 return -1
             if transport.refuses:
@@ -284,9 +277,7 @@ class World:
         transport = self.transport(index, generation)
 
         def welcome() -> None:
-            self.lib.p2p_end_path_open(
-                self.writer, index, generation, self.path(transport, "writer"), self.now_ns
-            )
+            self.lib.p2p_end_path_open(self.writer, index, generation, self.path(transport, "writer"), self.now_ns)
 
         def hello() -> None:
             opened = self.lib.p2p_end_path_open(
@@ -369,9 +360,7 @@ class Stream:
             if signal == self.awaited[index]:
                 self.world.at(self.world.now_ns + 100_000, lambda i=index: self.free.append(i))
 
-    def run(
-        self, messages: int, disturb: Callable[[int], None] = lambda sent: None, limit_s: float = 600
-    ) -> None:
+    def run(self, messages: int, disturb: Callable[[int], None] = lambda sent: None, limit_s: float = 600) -> None:
         """Until all messages are there, or the time is over."""
         end_ns = self.world.now_ns + int(limit_s * 1e9)
         while len(self.received) < messages and self.world.now_ns < end_ns:

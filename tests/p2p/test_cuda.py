@@ -22,20 +22,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from p2p import (
-    ConnectRefused,
-    DescriptorInvalid,
-    Header,
-    P2PError,
-    Status,
-    Transport,
-    decode,
-    open_frame,
-    seal_frame,
-)
 from p2p.cuda import CudaEndpoint
 from p2p.cuda_device import Device, DeviceMemory
 from p2p.cuda_driver import PEER_ACCESS, PEER_ATOMICS, CudaDriver, CudaError, CudaMissing
+from p2p.descriptor import Transport, decode
+from p2p.endpoint import ConnectRefused, DescriptorInvalid, P2PError, Status
+from p2p.frame import Header, open_frame, seal_frame
 from p2p.transport import TransportChoice
 from tests.p2p.one_host import ROOT, OneHost, forge, hangs_up, open_fds, retired_bytes
 from tests.p2p.peer_process import CHILD, PARENT
@@ -206,9 +198,7 @@ def test_a_descriptor_with_another_address_is_refused(endpoint: CudaEndpoint) ->
         endpoint.connect(place(descriptor, 4096))
 
 
-def test_gpus_that_do_not_reach_each_other_are_refused_in_words(
-    world: OneHost, endpoint: CudaEndpoint
-) -> None:
+def test_gpus_that_do_not_reach_each_other_are_refused_in_words(world: OneHost, endpoint: CudaEndpoint) -> None:
     with told(world, "fake_cuda_part", 1, 0), world.endpoint("other", CHILD, device=1) as other:
         before = world.live()
         with pytest.raises(ConnectRefused, match=r"device 1 .*PEER_ACCESS.*place both processes on one GPU"):
@@ -239,9 +229,7 @@ OPENING = (
 
 
 @pytest.mark.parametrize("step", CREATING)
-def test_a_window_that_cannot_be_made_leaves_nothing(
-    world: OneHost, endpoint: CudaEndpoint, step: str
-) -> None:
+def test_a_window_that_cannot_be_made_leaves_nothing(world: OneHost, endpoint: CudaEndpoint, step: str) -> None:
     before, fds = world.live(), open_fds()
     tell(world, "fake_cuda_fail", step.encode(), 2)
     with pytest.raises(CudaError, match=r"on device 0 .*CUDA_ERROR_OUT_OF_MEMORY \(2\).*Give the GPU back"):
@@ -251,9 +239,7 @@ def test_a_window_that_cannot_be_made_leaves_nothing(
 
 
 @pytest.mark.parametrize("step", RECEIVING)
-def test_a_peer_that_cannot_be_mapped_leaves_nothing(
-    world: OneHost, endpoint: CudaEndpoint, step: str
-) -> None:
+def test_a_peer_that_cannot_be_mapped_leaves_nothing(world: OneHost, endpoint: CudaEndpoint, step: str) -> None:
     window = endpoint.export_window(4096)
     with world.endpoint("other", CHILD) as other:
         before = world.live()
@@ -275,9 +261,7 @@ def test_an_endpoint_that_cannot_be_made_leaves_nothing(world: OneHost, step: st
 
 
 @pytest.mark.parametrize("step", ["cuMemUnmap", "cuMemAddressFree", "cuMemRelease"])
-def test_what_could_not_be_closed_is_closed_by_another_try(
-    world: OneHost, endpoint: CudaEndpoint, step: str
-) -> None:
+def test_what_could_not_be_closed_is_closed_by_another_try(world: OneHost, endpoint: CudaEndpoint, step: str) -> None:
     window = endpoint.export_window(4096)
     with world.endpoint("other", CHILD) as other:
         before = world.live()
@@ -317,9 +301,7 @@ def test_memory_of_the_host_is_shared_with_kernels(world: OneHost, endpoint: Cud
         endpoint.device.register(words.ctypes.data, words.nbytes)
 
 
-def test_other_users_of_the_driver_find_their_context_unchanged(
-    world: OneHost, endpoint: CudaEndpoint
-) -> None:
+def test_other_users_of_the_driver_find_their_context_unchanged(world: OneHost, endpoint: CudaEndpoint) -> None:
     assert world.driver
     library, mode = world.driver._library, ctypes.c_int(1)
     other = Device(world.driver, 1)
@@ -377,9 +359,7 @@ def test_without_a_gpu_the_words_say_so(world: OneHost, stand_in: Path) -> None:
             CudaDriver.load(str(stand_in))
         with pytest.raises(P2PError, match="GPU 0 is asked for and none found"):
             world.endpoint("x", 1)
-    with pytest.raises(
-        P2PError, match=r"GPU 2 is asked for and device 0 \(Stand-in, GPU-a0.*, device 1 .* found"
-    ):
+    with pytest.raises(P2PError, match=r"GPU 2 is asked for and device 0 \(Stand-in, GPU-a0.*, device 1 .* found"):
         world.endpoint("x", 1, device=2)
 
 
@@ -415,9 +395,7 @@ def test_what_gpus_can_do_in_each_others_memory(world: OneHost) -> None:
 def test_a_device_belongs_to_the_choice(text: str, device: int) -> None:
     assert TransportChoice.parse(text).device == device
     assert TransportChoice.parse(text).named_rails == ()
-    with pytest.raises(
-        P2PError, match=f"windows on GPU {device} are asked for, and this process computes on CPUs"
-    ):
+    with pytest.raises(P2PError, match=f"windows on GPU {device} are asked for, and this process computes on CPUs"):
         TransportChoice.parse(text).opener()
 
 
@@ -446,9 +424,7 @@ def test_nixl_may_have_a_device_too() -> None:
 def test_a_trial_runs_over_the_machine_s_own_driver(stand_in: Path) -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "LD_LIBRARY_PATH": str(stand_in.parent)}
     command = [sys.executable, "-m", "p2p.trial", "cuda:1", "cuda:9"]
-    said = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=60, check=True
-    ).stdout
+    said = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True).stdout
     works, absent = said.splitlines()
     assert "problem=''" in works and "round_trip_us=0.0" not in works
     assert "GPU 9 is asked for" in absent

@@ -9,9 +9,7 @@ import pytest
 from p2p import cuda_device
 from p2p.cuda_driver import _ADVICE, _FUNCTIONS, Access, AllocationProperties, Attribute, Location
 
-driver = pytest.importorskip(
-    "cuda.bindings.driver", reason="needs cuda-bindings, found none; `make setup` installs it"
-)
+driver = pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings, found none; `make setup` installs it")
 
 ATTRIBUTES = {
     Attribute.MULTIPROCESSORS: "MULTIPROCESSOR_COUNT",

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2p import Descriptor, DescriptorInvalid, Transport, decode
+from p2p.descriptor import Descriptor, Transport, decode
+from p2p.endpoint import DescriptorInvalid
 
 DESCRIPTORS = st.builds(
     Descriptor,
@@ -83,7 +84,5 @@ def test_only_nixl_addresses_may_be_long() -> None:
 
 def test_the_token_does_not_show() -> None:
     token = bytes(range(32))
-    shown = repr(
-        Descriptor(transport=Transport.SHM, incarnation=1, nbytes=1, address=b"a", name="n", token=token)
-    )
+    shown = repr(Descriptor(transport=Transport.SHM, incarnation=1, nbytes=1, address=b"a", name="n", token=token))
     assert "token" not in shown and repr(token) not in shown

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from p2p import Header, WindowLayout, faults, native, open_frame, seal_frame
-from p2p.frame import FrameInvalid
+from p2p import faults, native
+from p2p.frame import FrameInvalid, Header, open_frame, seal_frame
+from p2p.window import WindowLayout
 
 pytestmark = pytest.mark.alone
 
@@ -77,9 +78,7 @@ class Link:
 
 
 @pytest.mark.parametrize(("kind", "hit"), [("loss", "kept"), ("wire", "CHECKSUM")])
-def test_a_share_of_frames_is_hit_and_the_same_ones_by_the_same_seed(
-    library: Any, kind: str, hit: str
-) -> None:
+def test_a_share_of_frames_is_hit_and_the_same_ones_by_the_same_seed(library: Any, kind: str, hit: str) -> None:
     def run(seed: int, peer: str) -> list[str]:
         link = Link(library, peer)
         faults.arm(1, kind, share=0.3, seed=seed)
@@ -175,9 +174,7 @@ def run(code: str) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, "-c", lines], stdout=subprocess.PIPE, text=True, cwd=root)
 
 
-@pytest.mark.parametrize(
-    "act", ["faults.kill()", "faults.Waker(1.0)", "faults.arm(1, 'loss')", "faults.disarm(1)"]
-)
+@pytest.mark.parametrize("act", ["faults.kill()", "faults.Waker(1.0)", "faults.arm(1, 'loss')", "faults.disarm(1)"])
 def test_nothing_can_be_armed_where_it_was_not_allowed(act: str) -> None:
     code = f"try:\n  {act}\nexcept faults.NotAllowed as error:\n  print(error)\n"
     found = run(code + "faults.point('computed')").communicate(timeout=20)[0]
@@ -206,9 +203,7 @@ def test_a_freeze_at_a_point_ends_by_itself_and_leaves_no_process_behind() -> No
 @pytest.mark.parametrize("how", ["closed", "killed"])
 def test_a_waker_that_is_not_needed_goes(how: str) -> None:
     ending = "waker.close()\ntime.sleep(60)" if how == "closed" else "time.sleep(60)"
-    process = run(
-        f"faults.allow()\nwaker = faults.Waker(30)\nprint(waker._process.pid, flush=True)\n{ending}"
-    )
+    process = run(f"faults.allow()\nwaker = faults.Waker(30)\nprint(waker._process.pid, flush=True)\n{ending}")
     assert process.stdout is not None
     waker = Path(f"/proc/{int(process.stdout.readline())}")
     if how == "killed":

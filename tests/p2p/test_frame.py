@@ -10,9 +10,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from p2p import FrameInvalid, Header, Reason, native, open_frame
-from p2p import seal_frame as native_seal
-from p2p.frame import HEADER_BYTES, PAYLOAD_OFFSET, SIGNAL_BYTES, load_signals
+from p2p import native
+from p2p.frame import HEADER_BYTES, PAYLOAD_OFFSET, SIGNAL_BYTES, FrameInvalid, Header, Reason, load_signals, open_frame
+from p2p.frame import seal_frame as native_seal
 from tests.p2p import frame_reference as reference
 from tests.p2p.frame_reference import checksum, encode_header, seal_frame
 
@@ -94,9 +94,7 @@ def test_a_well_sealed_frame_of_another_form_is_refused_by_its_own_code(reason: 
     sealed = bytearray(slot[SIGNAL_BYTES : SIGNAL_BYTES + 56].tobytes())
     struct.pack_into(form, sealed, offset, value)
     slot[SIGNAL_BYTES : SIGNAL_BYTES + 56] = np.frombuffer(bytes(sealed), np.uint8)
-    slot[SIGNAL_BYTES + 56 : PAYLOAD_OFFSET] = np.frombuffer(
-        checksum(sealed, b"odd").to_bytes(8, "little"), np.uint8
-    )
+    slot[SIGNAL_BYTES + 56 : PAYLOAD_OFFSET] = np.frombuffer(checksum(sealed, b"odd").to_bytes(8, "little"), np.uint8)
     assert native_open(slot)[0] == reason == reference_open(slot)[0]
 
 
@@ -132,9 +130,7 @@ def test_a_length_beyond_the_memory_is_never_copied() -> None:
     attempt=st.integers(0, 2**16 - 1),
 )
 @example(payload=b"", incarnation=0, sequence=0, sender=0, remaining_ns=0, attempt=0)
-@example(
-    payload=b"\xff" * 2049, incarnation=2**64 - 1, sequence=2**64 - 1, sender=1, remaining_ns=0, attempt=0
-)
+@example(payload=b"\xff" * 2049, incarnation=2**64 - 1, sequence=2**64 - 1, sender=1, remaining_ns=0, attempt=0)
 def test_native_and_reference_agree_bit_for_bit(payload: bytes, **fields: int) -> None:
     header = Header(length=len(payload), **fields)
     # What lies behind the payload is not zero: it must not count.

@@ -106,9 +106,7 @@ def test_lanes_are_pinned_and_the_caller_gets_its_affinity_back() -> None:
 
 
 @pytest.mark.parametrize("count, cores", [(0, None), (257, None), (1, [100_000]), (1, [1023])])
-def test_impossible_pools_are_refused(
-    make_pool: Callable[..., Pool], count: int, cores: list[int] | None
-) -> None:
+def test_impossible_pools_are_refused(make_pool: Callable[..., Pool], count: int, cores: list[int] | None) -> None:
     assert 1023 not in os.sched_getaffinity(0)
     assert make_pool(count, cores).pool is None
     assert ctypes.get_errno() == errno.EINVAL
@@ -163,9 +161,7 @@ def test_native_code_passes_its_stress_under_sanitizers(tmp_path: Path, sanitize
     program = tmp_path / "stress"
     sources = [str(STRESS), *map(str, sorted((ROOT / "p2p" / "native").glob("*.cpp")))]
     flags = [*COMMON, "-O1", "-g", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all", "-I", str(ROOT)]
-    built = subprocess.run(
-        [*compiler(), *flags, *sources, "-o", str(program)], capture_output=True, text=True
-    )
+    built = subprocess.run([*compiler(), *flags, *sources, "-o", str(program)], capture_output=True, text=True)
     if "cannot find" in built.stderr:
         pytest.skip(f"needs the {sanitizer} sanitizer runtime, found none")
     assert built.returncode == 0, built.stderr

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
-from p2p import EndpointClosed, P2PError, Status, Transport, decode, native, nixl_native
+from p2p import native, nixl_native
+from p2p.descriptor import Transport, decode
+from p2p.endpoint import EndpointClosed, P2PError, Status
 from p2p.local import LocalPeer, ShmEndpoint
 from p2p.transport import TransportChoice
 
@@ -31,9 +33,7 @@ def ends() -> Iterator[tuple[Any, Any]]:
 
 
 @pytest.mark.parametrize("is_near", [True, False])
-def test_what_comes_by_either_way_is_there_and_rings_the_one_page(
-    ends: tuple[Any, Any], is_near: bool
-) -> None:
+def test_what_comes_by_either_way_is_there_and_rings_the_one_page(ends: tuple[Any, Any], is_near: bool) -> None:
     owner, writer = ends
     library = native.load()
     window = (owner.near if is_near else owner).export_window(8192)

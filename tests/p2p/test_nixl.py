@@ -22,19 +22,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from p2p import (
-    ConnectRefused,
-    DescriptorInvalid,
-    EndpointClosed,
-    P2PError,
-    PeerGone,
-    Status,
-    Transport,
-    decode,
-    native,
-    nixl_native,
-    open_frame,
-)
+from p2p import native, nixl_native
+from p2p.descriptor import Transport, decode
+from p2p.endpoint import ConnectRefused, DescriptorInvalid, EndpointClosed, P2PError, PeerGone, Status
+from p2p.frame import open_frame
 from p2p.nixl import NixlEndpoint, NixlWindow
 from tests.p2p.nixl_process import CHILD, LAYOUT, PARENT, lay_out, send
 
@@ -313,9 +304,7 @@ def test_a_frozen_or_absent_owner_is_given_up_on_in_time(endpoint: NixlEndpoint)
 
 
 @pytest.mark.parametrize("change", [{"transport": Transport.SIM, "address": b"x"}])
-def test_a_descriptor_of_another_transport_is_refused(
-    endpoint: NixlEndpoint, change: dict[str, object]
-) -> None:
+def test_a_descriptor_of_another_transport_is_refused(endpoint: NixlEndpoint, change: dict[str, object]) -> None:
     with pytest.raises(DescriptorInvalid, match="this endpoint speaks NIXL"):
         endpoint.connect(forge(endpoint.export_window(4096).descriptor, **change))
 
@@ -423,9 +412,7 @@ def test_an_endpoint_alive_at_the_interpreters_exit_ends_it_well(endpoint: NixlE
         "print('done', flush=True)\n"
     )
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, env=environment, timeout=60
-    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
     assert hangs_up(window.liveness_fd, 2.0)
 
@@ -458,9 +445,7 @@ def test_closing_an_endpoint_at_any_moment_of_a_connect_or_an_export_is_safe(end
         caller = NixlEndpoint("caller", turn)
         ended: list[str] = []
 
-        def call(
-            caller: NixlEndpoint = caller, window: NixlWindow = window, ended: list[str] = ended
-        ) -> None:
+        def call(caller: NixlEndpoint = caller, window: NixlWindow = window, ended: list[str] = ended) -> None:
             with contextlib.suppress(EndpointClosed):
                 caller.connect(window.descriptor)
                 caller.export_window(4096)
@@ -510,9 +495,7 @@ def test_everything_is_refused_after_close(endpoint: NixlEndpoint) -> None:
 
 
 @pytest.mark.parametrize("offset, data", [(-1, b"x"), (4096, b"x"), (4000, bytes(97))])
-def test_puts_and_signals_outside_the_window_are_refused(
-    endpoint: NixlEndpoint, offset: int, data: bytes
-) -> None:
+def test_puts_and_signals_outside_the_window_are_refused(endpoint: NixlEndpoint, offset: int, data: bytes) -> None:
     with NixlEndpoint("other", CHILD) as other:
         peer = other.connect(endpoint.export_window(4096).descriptor)
         with pytest.raises(ValueError, match="do not lie in a window of 4096"):
@@ -560,9 +543,7 @@ def test_ucx_transports_that_no_fence_stops_are_refused(chosen: str, allowed: st
         nixl_native.check_transports(chosen)
 
 
-@pytest.mark.parametrize(
-    "chosen", [None, "", "tcp", "rc,ud,self", "^cma,knem,xpmem", "^sm", "posix,sysv,tcp"]
-)
+@pytest.mark.parametrize("chosen", [None, "", "tcp", "rc,ud,self", "^cma,knem,xpmem", "^sm", "posix,sysv,tcp"])
 def test_ucx_transports_that_end_with_their_agent_are_allowed(chosen: str | None) -> None:
     nixl_native.check_transports(chosen)
 

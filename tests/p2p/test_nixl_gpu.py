@@ -17,8 +17,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from p2p import P2PError, Status, WindowLayout, native, nixl_native, open_frame
+from p2p import native, nixl_native
+from p2p.endpoint import P2PError, Status
+from p2p.frame import open_frame
 from p2p.nixl import NixlEndpoint
+from p2p.window import WindowLayout
 from tests.p2p.one_host import OneHost
 from tests.p2p.peer_process import send as send_frame
 
@@ -110,9 +113,7 @@ def test_adapters_writes_are_flushed_before_a_signal_where_the_gpu_does_not_orde
             assert until(lambda: window.poll(0, 1)[0] == 7)
             assert library.fake_cuda_live(b"flushes") == before + 1
         library.fake_cuda_rdma(0, 2)
-        with pytest.raises(
-            P2PError, match=r"device 0 .* neither orders nor flushes what network adapters write"
-        ):
+        with pytest.raises(P2PError, match=r"device 0 .* neither orders nor flushes what network adapters write"):
             NixlEndpoint("owner", OWNER, device=0, driver=world.driver)
     finally:
         library.fake_cuda_rdma(100, 1)

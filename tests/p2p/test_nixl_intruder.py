@@ -14,7 +14,9 @@ from ctypes import c_char_p, c_int, c_uint32, c_uint64, c_void_p
 import numpy as np
 import pytest
 
-from p2p import Status, decode, nixl_native
+from p2p import nixl_native
+from p2p.descriptor import decode
+from p2p.endpoint import Status
 from p2p.nixl import NixlEndpoint
 
 pytestmark = pytest.mark.skipif(

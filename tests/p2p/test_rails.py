@@ -15,9 +15,7 @@ def check(stream: Stream, messages: int, why: str) -> None:
     assert (stream.doubled, stream.torn, stream.backwards) == (0, 0, 0), why
 
 
-def cuts_and_heals(
-    world: World, seed: int, paths: int, share: float
-) -> tuple[list[int], Callable[[int], None]]:
+def cuts_and_heals(world: World, seed: int, paths: int, share: float) -> tuple[list[int], Callable[[int], None]]:
     chance = random.Random(seed)
     cuts: list[int] = []
 

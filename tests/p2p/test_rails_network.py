@@ -18,9 +18,7 @@ import pytest
 from benchmarks import rails
 from benchmarks.hosts.network import Network, refusal
 
-MISSING = refusal() or (
-    "" if importlib.util.find_spec("nixl_cu13") else "needs the package nixl-cu13, found none"
-)
+MISSING = refusal() or ("" if importlib.util.find_spec("nixl_cu13") else "needs the package nixl-cu13, found none")
 pytestmark = [
     pytest.mark.skipif(bool(MISSING), reason=MISSING),
     pytest.mark.alone,

@@ -18,16 +18,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from p2p import (
-    ConnectRefused,
-    DescriptorInvalid,
-    FrameInvalid,
-    NativeMissing,
-    ShmEndpoint,
-    native,
-    open_frame,
-)
+from p2p import native
 from p2p.build import ROOT
+from p2p.endpoint import ConnectRefused, DescriptorInvalid
+from p2p.frame import FrameInvalid, open_frame
+from p2p.local import ShmEndpoint
+from p2p.native import NativeMissing
 from p2p.shm_link import create_memory, map_memory
 from tests.p2p.one_host import child
 from tests.p2p.peer_process import CHILD, LAYOUT, PARENT, send
@@ -93,9 +89,7 @@ def test_a_reader_never_accepts_what_a_running_writer_tears(endpoint: ShmEndpoin
                 assert set(frame.payload) == {frame.header.attempt}
             except FrameInvalid:
                 torn_by_reference += 1
-        assert torn and torn_by_reference, (
-            f"the writer tore nothing, {accepted} accepted: this test shows nothing"
-        )
+        assert torn and torn_by_reference, f"the writer tore nothing, {accepted} accepted: this test shows nothing"
 
 
 def test_a_ring_wakes_a_lane_of_another_process(endpoint: ShmEndpoint) -> None:
@@ -197,7 +191,8 @@ def test_a_library_of_other_headers_is_refused(tmp_path: Path) -> None:
 def test_a_window_may_be_closed_while_others_poll_it() -> None:
     program = (
         "import threading, time\n"
-        "from p2p import EndpointClosed, ShmEndpoint\n"
+        "from p2p.endpoint import EndpointClosed\n"
+        "from p2p.local import ShmEndpoint\n"
         "endpoint = ShmEndpoint('polled', 5)\n"
         "def poll(window):\n"
         "    try:\n"
@@ -213,7 +208,5 @@ def test_a_window_may_be_closed_while_others_poll_it() -> None:
         "    for thread in threads: thread.join()\n"
         "print(len(ends))\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=60
-    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=60)
     assert (done.returncode, done.stdout) == (0, "80\n"), done.stderr

@@ -12,17 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from p2p import (
-    ConnectRefused,
-    DescriptorInvalid,
-    Endpoint,
-    EndpointClosed,
-    PeerGone,
-    ShmEndpoint,
-    Status,
-    WindowLayout,
-    native,
-)
+from p2p import native
+from p2p.endpoint import ConnectRefused, DescriptorInvalid, Endpoint, EndpointClosed, PeerGone, Status
+from p2p.local import ShmEndpoint
+from p2p.window import WindowLayout
 from tests.sim.network import Adversary, SimEndpoint, SimNetwork, SimPeer, SimWindow
 
 LAYOUT = WindowLayout(slots=4, payload_bytes=600)
@@ -192,9 +185,7 @@ class World:
             if not self.server.endpoint.frozen:
                 self.server.step()
             for i, call in enumerate(self.calls):
-                if call is not None and self.judge(
-                    call, self.reader(self.slots[i], call.sequence, self.pause)
-                ):
+                if call is not None and self.judge(call, self.reader(self.slots[i], call.sequence, self.pause)):
                     self.calls[i] = None
             self.move_on()
         return self.outcome
@@ -256,9 +247,7 @@ def test_a_reader_that_copies_then_validates_accepts_no_wrong_reply_in_20_000_ca
     assert min(vars(counts).values()) >= 10, f"seed {SEED}: the adversary was idle: {counts}"
 
 
-@pytest.mark.parametrize(
-    "mutant", [validates_in_place, believes_any_sequence, skips_the_checksum, believes_the_signal]
-)
+@pytest.mark.parametrize("mutant", [validates_in_place, believes_any_sequence, skips_the_checksum, believes_the_signal])
 def test_a_reader_that_leaves_a_check_out_accepts_wrong_replies(mutant: Reader) -> None:
     outcome = World(SEED, HOSTILE, mutant).run(4_000)
     assert outcome.wrong > 0, f"seed {SEED}: {outcome}"
@@ -281,9 +270,7 @@ def pair(seed: int, adversary: Adversary | None = None) -> tuple[SimNetwork, Sim
 
 @settings(max_examples=100, deadline=None)
 @given(seed=st.integers(0, 10**6), frozen=st.booleans())
-def test_a_signal_shows_every_earlier_put_while_the_network_keeps_its_promise(
-    seed: int, frozen: bool
-) -> None:
+def test_a_signal_shows_every_earlier_put_while_the_network_keeps_its_promise(seed: int, frozen: bool) -> None:
     network, reader, writer = pair(seed, Adversary(pieces=5, late_rate=0.5, late_ns=(10_000, 90_000)))
     window = reader.export_window(4096)
     peer = writer.connect(window.descriptor)
@@ -297,9 +284,7 @@ def test_a_signal_shows_every_earlier_put_while_the_network_keeps_its_promise(
             (writer.thaw if writer.frozen else writer.freeze)()
         seen = int(window.poll(0, 1)[0])
         for number in range(1, seen + 1):
-            assert set(window.memory[64 * number : 64 * number + 60]) == {number}, (
-                f"seed {seed}, signal {seen}"
-            )
+            assert set(window.memory[64 * number : 64 * number + 60]) == {number}, f"seed {seed}, signal {seen}"
 
 
 def test_nothing_of_a_frozen_endpoint_lands_until_it_thaws() -> None:
@@ -320,9 +305,7 @@ def test_nothing_of_a_frozen_endpoint_lands_until_it_thaws() -> None:
 def test_nothing_of_a_dead_endpoint_lands_once_its_death_shows() -> None:
     landed = set()
     for seed in range(30):
-        network, reader, writer = pair(
-            seed, Adversary(pieces=8, delay_ns=(0, 2_000_000), notice_ns=1_000_000)
-        )
+        network, reader, writer = pair(seed, Adversary(pieces=8, delay_ns=(0, 2_000_000), notice_ns=1_000_000))
         window = reader.export_window(4096)
         peer = writer.connect(window.descriptor)
         writer.put(peer, 0, b"x" * 4096)
@@ -409,9 +392,7 @@ def test_forward_slots_carries_each_new_frame_once() -> None:
     assert slot.signal() == 5 and slot.open(5) == 5 and slot.copy[:5].tobytes() == b"hello"
 
 
-def test_a_closed_window_s_memory_goes_to_the_next_and_late_writes_land_in_it_where_the_adversary_says_so() -> (
-    None
-):
+def test_a_closed_window_s_memory_goes_to_the_next_and_late_writes_land_in_it_where_the_adversary_says_so() -> None:
     network, reader, writer = pair(12, Adversary(recycles=True))
     window = reader.export_window(4096)
     peer = writer.connect(window.descriptor)

@@ -49,8 +49,6 @@ def test_another_process_that_does_not_answer_ends_the_trial_within_its_limit(
     assert time.monotonic() - began_s < LIMIT_S
 
 
-def test_a_process_that_cannot_be_started_is_a_finding(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_that_cannot_be_started_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "none"))
     assert "No such file" in try_out("shm").problem

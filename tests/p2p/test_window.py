@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2p import WindowLayout, native
+from p2p import native
+from p2p.window import WindowLayout
 
 SLOTS, CAPACITY, OWNER = 3, 5000, 42
 
@@ -38,9 +39,7 @@ def test_only_the_agreed_window_passes_the_check() -> None:
     memory = np.zeros(layout.nbytes, np.uint8)
     at = memory.ctypes.data
 
-    def check(
-        nbytes: int = layout.nbytes, owner: int = OWNER, slots: int = SLOTS, capacity: int = CAPACITY
-    ) -> int:
+    def check(nbytes: int = layout.nbytes, owner: int = OWNER, slots: int = SLOTS, capacity: int = CAPACITY) -> int:
         return library.p2p_window_check(at, nbytes, owner, slots, capacity)
 
     assert check() == -21, "memory that was never initialised"

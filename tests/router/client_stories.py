@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from router.events import Exited, Join, Refused
-from router.state import Model
+from router.view import Model
 from tests.router.told import Step, Told
 
 
@@ -20,11 +20,11 @@ def a_client_says_nothing_of_the_model(step: Step) -> None:
     told.join(model_hash="", numerics_class="cpu-bf16-fma-1")
     told.give(replace(theirs, layers=1, experts=2, expert_bytes=9))
     assert "client/1" in told.state.members
-    assert told.state.model == Model(layers=1, experts=2)
+    assert told.state.models == (Model(layers=1, experts=2),)
     (refused,) = told.give(replace(theirs, layers=1, experts=2, numerics_class="cpu-f32-fma-1"))
     assert isinstance(refused, Refused) and refused.message.startswith("numerics class cpu-f32-fma-1 found")
     told.join("attention")
-    assert told.state.model.hash == "m"
+    assert told.state.models[0].hash == "m"
 
 
 def clients_of_a_model_that_is_gone_keep_no_other_out(step: Step) -> None:
@@ -37,7 +37,7 @@ def clients_of_a_model_that_is_gone_keep_no_other_out(step: Step) -> None:
     assert client in told.state.members, "the same model came back"
     told.give(Exited(host="h", pid=told.pids))
     told.join(model_hash="new", layers=5, experts=7)
-    assert told.state.model == Model(hash="new", layers=5, experts=7)
+    assert told.state.models == (Model(hash="new", layers=5, experts=7),)
     assert client not in told.state.members
     assert told.state.gone[-1].reason == "the cluster serves another model now"
 

@@ -16,9 +16,7 @@ def what_a_worker_may_still_ask_for_is_not_taken_back(step: Step) -> None:
     _pass(told, 5.0, worker_acks=False)
     assert told.state.members["expert/1"].target == 0b11, "unloaded while a worker asks for it"
     _pass(told, 5.0, worker_acks=True)
-    assert told.state.taken_back, (
-        "a copy that never arrives was not ordered elsewhere once nobody asks for it"
-    )
+    assert told.state.taken_back, "a copy that never arrives was not ordered elsewhere once nobody asks for it"
 
 
 def what_a_worker_may_still_ask_for_makes_no_room(step: Step) -> None:
@@ -32,9 +30,7 @@ def what_a_worker_may_still_ask_for_makes_no_room(step: Step) -> None:
     epoch = told.state.epoch
     given = {"expert/1": (0b10, 0b01, 0b01), "expert/2": (0b01, 0b11, 0b10)}
     members = {
-        name: replace(
-            told.state.members[name], share=share, target=target, loaded=target, serving=serving, retiring=0
-        )
+        name: replace(told.state.members[name], share=share, target=target, loaded=target, serving=serving, retiring=0)
         for name, (share, target, serving) in given.items()
     }
     told.state = replace(told.state, members={**told.state.members, **members}, settled=False)
@@ -53,9 +49,7 @@ def copies_too_many_are_let_go(step: Step) -> None:
     while "expert/1" not in told.state.suspects and told.now_s < until_s:
         lively(told, 0.1, "expert/1")
     lively(told, 0.1, "expert/1")
-    assert told.state.members["expert/2"].share.bit_count() == 6, (
-        "no copy was made of what one in doubt holds"
-    )
+    assert told.state.members["expert/2"].share.bit_count() == 6, "no copy was made of what one in doubt holds"
     rest(told)
     servers = [told.state.members[name] for name in ("expert/1", "expert/2")]
     for held in ("share", "target", "serving"):
@@ -68,9 +62,7 @@ def what_is_ordered_again_at_once_has_its_time(step: Step) -> None:
     told = Told(step, experts_wanted=1, replicas=1, move_s=1.0)
     told.join()
     for seconds in range(4):
-        assert told.state.taken_back == 2 * seconds, (
-            f"{told.state.taken_back} copies taken back in {seconds} s"
-        )
+        assert told.state.taken_back == 2 * seconds, f"{told.state.taken_back} copies taken back in {seconds} s"
         for _ in range(10):
             told.renew("expert/1")
             told.give(Tick(), after_s=0.101)

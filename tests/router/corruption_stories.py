@@ -38,7 +38,7 @@ def run(told: Told, loads: Loads, seconds: float, mute: str = "", replaced: bool
         given = told.give(Tick(), after_s=0.1)
         for command in given if replaced else ():
             if isinstance(command, StartProcess):
-                told.join(command.pool, experts=told.state.model.experts)
+                told.join(command.pool, experts=told.state.models[0].experts)
         commands += given
     return commands
 

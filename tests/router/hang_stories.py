@@ -24,9 +24,7 @@ def who_says_that_its_loop_stands_is_replaced_at_the_next_tick(step: Step) -> No
         told = cluster(step, servers=3, workers=2)
         commands = _tick(told, **{name.replace("/", "_"): 0.7})
         fenced = [c for c in commands if isinstance(c, Fenced)]
-        assert [(c.name, c.reason) for c in fenced] == [(name, "its work loop stood still for 0.70 s")], (
-            commands
-        )
+        assert [(c.name, c.reason) for c in fenced] == [(name, "its work loop stood still for 0.70 s")], commands
         assert [c.pool for c in commands if isinstance(c, StartProcess)] == [pool], commands
 
 

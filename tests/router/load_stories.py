@@ -50,9 +50,7 @@ def balance_waits_for_rest(step: Step) -> None:
         for record in list(told.state.members.values()):
             told.renew(record.name)
         told.give(Tick(), after_s=1.0)
-        assert {name: record.share for name, record in told.state.members.items()} == shares, (
-            "moved meanwhile"
-        )
+        assert {name: record.share for name, record in told.state.members.items()} == shares, "moved meanwhile"
 
 
 def pools_follow_their_load(step: Step) -> None:
@@ -129,9 +127,7 @@ def a_drain_needs_a_time_and_a_word(step: Step) -> None:
         commands = told.give(Scale(pool="attention", wanted=1, drain_s=drain_s))
         assert [type(c) for c in commands] == [Refused], (drain_s, commands)
     told.give(Scale(pool="attention", wanted=1))
-    told.state = replace(
-        told.state, members={n: replace(r, ordered=True) for n, r in told.state.members.items()}
-    )
+    told.state = replace(told.state, members={n: replace(r, ordered=True) for n, r in told.state.members.items()})
     rest(told)
     (drains,) = [r.name for r in told.state.members.values() if r.draining]
     rest(told, load={"busy": 0.0})
@@ -159,7 +155,7 @@ def replicas_lie_in_two_zones(step: Step) -> None:
 
 def apart(told: Told, when: str) -> None:
     """Every expert is served in two zones."""
-    for bit in range(told.state.model.layers * told.state.model.experts):
+    for bit in range(told.state.models[0].layers * told.state.models[0].experts):
         zones = [record.zone for record in told.state.members.values() if record.serving >> bit & 1]
         assert {*zones} == {"a", "b"} and len(zones) == 2, f"{when} expert {bit} is served in {zones}"
 
@@ -177,7 +173,7 @@ def what_balance_placed_stays(step: Step) -> None:
         if event == "join":
             told.join(experts=8)
         else:
-            kept = ("salt", "term", "epoch", "joined", "named", "model", "members", "gone", "wanted")
+            kept = ("salt", "term", "epoch", "joined", "named", "models", "members", "gone", "wanted")
             told.state = State(**{name: getattr(told.state, name) for name in kept})
             told.give(Started(salt=2))
             rest(told, rounds=3)
@@ -213,13 +209,11 @@ def who_was_late_once_is_given_the_time_for_it(step: Step) -> None:
 
 def route(told: Told, hot: int) -> None:
     """The attention worker sent rows: to one expert twenty times as many as to any other."""
-    pairs = told.state.model.layers * told.state.model.experts
+    pairs = told.state.models[0].layers * told.state.models[0].experts
     rows = np.full(pairs, 100, np.uint32)
     rows[hot] = 2000
     record = told.state.members["attention/1"]
-    told.give(
-        Routed(name=record.name, incarnation=record.incarnation, rows=rows, activated=np.minimum(rows, 20))
-    )
+    told.give(Routed(name=record.name, incarnation=record.incarnation, rows=rows, activated=np.minimum(rows, 20)))
 
 
 LOAD_STORIES = (

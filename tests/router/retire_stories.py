@@ -103,9 +103,7 @@ def a_retirement_outlives_the_router(step: Step) -> None:
         record = told.state.members[name]
         if record.pool == "expert":
             salt = told.state.salt
-            told.give(
-                Loaded(name=name, incarnation=record.incarnation, held=record.target, epoch=0, salt=salt)
-            )
+            told.give(Loaded(name=name, incarnation=record.incarnation, held=record.target, epoch=0, salt=salt))
     rest(told, rounds=60, load={"running": 0.0})
     assert "expert/1" not in told.state.members
 

@@ -28,7 +28,9 @@ from tests.router.copy_stories import COPY_STORIES
 from tests.router.corruption_stories import CORRUPTION_STORIES
 from tests.router.hang_stories import HANG_STORIES
 from tests.router.load_stories import LOAD_STORIES
+from tests.router.model_stories import MODEL_STORIES
 from tests.router.retire_stories import RETIRE_STORIES
+from tests.router.several_stories import SEVERAL_STORIES
 from tests.router.term_stories import TERM_STORIES
 from tests.router.told import Step, Told, cluster, lively, rest
 
@@ -197,9 +199,7 @@ def a_draining_worker_ends_when_nothing_runs_on_it(step: Step) -> None:
         told.give(Renewed(name=record.name, incarnation=record.incarnation, load=load), after_s=0.1)
         assert record.name in told.state.members, "ended before it heard, or with streams on it"
         told.ack(record.name)
-    told.give(
-        Renewed(name=record.name, incarnation=record.incarnation, load={"running": 0.0, "waiting": 1.0})
-    )
+    told.give(Renewed(name=record.name, incarnation=record.incarnation, load={"running": 0.0, "waiting": 1.0}))
     assert record.name in told.state.members, "ended with a stream that waits"
     commands = told.give(Renewed(name=record.name, incarnation=record.incarnation, load={"running": 0.0}))
     assert any(isinstance(c, StopProcess) and c.name == record.name for c in commands), commands
@@ -310,9 +310,7 @@ def a_copy_that_does_not_arrive_is_ordered_elsewhere(step: Step) -> None:
     """A server that does not load what it was told loses the order to another, and is not asked again at once."""
     told = cluster(step, servers=3, experts=6, move_s=5.0)
     told.give(Exited(host="h", pid=1))
-    stuck = next(
-        n for n in ("expert/2", "expert/3") if told.state.members[n].target != told.state.members[n].loaded
-    )
+    stuck = next(n for n in ("expert/2", "expert/3") if told.state.members[n].target != told.state.members[n].loaded)
     told.join(experts=6)
     rest(told, rounds=60, but=stuck)
     counts = [sum(r.serving >> bit & 1 for r in told.state.members.values()) for bit in range(6)]
@@ -377,9 +375,7 @@ def streams_are_left_in_peace(step: Step) -> None:
         told.give(Renewed(name=name, incarnation=incarnation, load={"running": running}))
     told.give(Scale(pool="attention", wanted=2))
     told.give(Tick(), after_s=0.1)
-    assert told.state.members["attention/2"].draining, (
-        "attention/1 is its operator's, attention/3 has more to lose"
-    )
+    assert told.state.members["attention/2"].draining, "attention/1 is its operator's, attention/3 has more to lose"
 
 
 def a_process_that_joins_anew_replaces_itself(step: Step) -> None:
@@ -475,9 +471,7 @@ def full_servers_exchange(step: Step) -> None:
     held = {"expert/1": 0b01, "expert/2": 0b10, "expert/3": 0b11, "expert/4": 0b11}
     share = {**held, "expert/1": 0b10, "expert/2": 0b01}
     members = {
-        name: replace(
-            r, share=share[name], target=held[name], loaded=held[name], serving=held[name], ready=True
-        )
+        name: replace(r, share=share[name], target=held[name], loaded=held[name], serving=held[name], ready=True)
         for name, r in told.state.members.items()
         if name in held
     }
@@ -536,6 +530,8 @@ STORIES = (
     *CORRUPTION_STORIES,
     *CLIENT_STORIES,
     *HANG_STORIES,
+    *MODEL_STORIES,
     *RETIRE_STORIES,
+    *SEVERAL_STORIES,
     *TERM_STORIES,
 )

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from router.events import Acked, Join, Joined, Loaded, Publish, Renewed, Started, Tick
+from router.events import Acked, AddModel, Join, Joined, Loaded, Publish, Renewed, Started, Tick
 from router.records import acked_by_all
 from router.state import State
+from router.view import Model
 from tests.router.told import Step, Told, cluster, rest
 
 
@@ -19,7 +20,7 @@ def _restart(told: Told, journal: State) -> None:
         joined=journal.joined,
         named=journal.named,
         wanted=journal.wanted,
-        model=journal.model,
+        models=journal.models,
         members=journal.members,
         gone=journal.gone,
     )
@@ -65,9 +66,7 @@ def who_is_heard_late_raises_the_epoch_all_the_same(step: Step) -> None:
     seen = told.state.epoch + 40
     assert Publish(epoch=seen + 1) in _say(told, "attention/1", seen)
     told.join("client", experts=2)
-    assert not any(isinstance(c, Publish) for c in _say(told, "client/1", seen + 90)), (
-        "any program may be one"
-    )
+    assert not any(isinstance(c, Publish) for c in _say(told, "client/1", seen + 90)), "any program may be one"
 
 
 def what_an_older_journal_does_not_know_is_kept_until_all_acked(step: Step) -> None:
@@ -203,7 +202,49 @@ def copies_that_lie_unevenly_are_spread_by_the_next_term(step: Step) -> None:
     assert held == [2, 2], "one server does the work of two"
 
 
+def what_a_server_says_by_a_view_of_another_term_is_said_of_no_later_model(step: Step) -> None:
+    """There the bits of a model that came after the copy was made were others': it lay behind one that went since."""
+    told = cluster(step, replicas=1)
+    seen = told.state.epoch + 5
+    _restart(told, told.state)
+    later = Model(hash="n", name="model-n", layers=1, experts=2)
+    told.give(AddModel(model=later, attention=1, again=True))
+    for name in ("attention/1", "expert/2"):
+        _say(told, name, seen, told.state.members[name].loaded if name == "expert/2" else None)
+    record = told.state.members["expert/1"]
+    said = {"name": "expert/1", "incarnation": record.incarnation, "salt": told.state.salt, "opened": ("n",)}
+    told.give(Renewed(name="expert/1", incarnation=record.incarnation, seen=seen))
+    for number in (1, 2):
+        told.give(Loaded(**said, held=0b1100 | record.loaded, epoch=seen, number=number))
+        held = told.state.members["expert/1"].loaded
+        assert held >> 2 == 0, f"{held:b}: what was said by another View was believed"
+    assert told.state.epoch > seen
+    told.give(Tick(), after_s=10.0)
+    told.give(Loaded(**said, held=told.state.members["expert/1"].target, epoch=told.state.epoch, number=3))
+    assert told.state.members["expert/1"].loaded >> 2, "by a View of this term it is"
+
+
+def what_a_server_held_last_may_be_of_a_later_view_than_what_it_said_last(step: Step) -> None:
+    """A copy ordered by another term's View may arrive, and be told, when this term has heard of an older one."""
+    told = cluster(step, replicas=1)
+    seen = told.state.epoch + 5
+    _restart(told, told.state)
+    told.give(AddModel(model=Model(hash="n", name="model-n", layers=1, experts=2), attention=1, again=True))
+    for name in ("attention/1", "expert/2"):
+        _say(told, name, seen, told.state.members["expert/2"].loaded if name == "expert/2" else None)
+    record = told.state.members["expert/1"]
+    said = {"name": "expert/1", "incarnation": record.incarnation, "salt": told.state.salt, "opened": ("n",)}
+    told.give(Renewed(name="expert/1", incarnation=record.incarnation, seen=seen))
+    told.give(Loaded(**said, held=record.loaded, epoch=seen - 3, number=1))
+    told.give(Tick(), after_s=10.0)
+    assert told.state.members["expert/1"].target >> 2, "it is to hold the later model"
+    told.give(Loaded(**said, held=0b1100 | record.loaded, epoch=seen, number=2))
+    assert not told.state.members["expert/1"].loaded >> 2, "what was said by another View was believed"
+
+
 TERM_STORIES = (
+    what_a_server_held_last_may_be_of_a_later_view_than_what_it_said_last,
+    what_a_server_says_by_a_view_of_another_term_is_said_of_no_later_model,
     a_term_publishes_above_every_epoch_that_was_seen,
     a_term_waits_a_lease_for_those_it_does_not_hear,
     who_is_heard_late_raises_the_epoch_all_the_same,

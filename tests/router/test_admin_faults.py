@@ -47,9 +47,7 @@ class Taker:
 
 
 @pytest.fixture
-def chaos(
-    started: Callable[..., RouterProcess], tmp_path: Path
-) -> Iterator[tuple[RouterProcess, Taker, Admin]]:
+def chaos(started: Callable[..., RouterProcess], tmp_path: Path) -> Iterator[tuple[RouterProcess, Taker, Admin]]:
     """A router that takes faults, one member, and who may ask for them."""
     path = tmp_path / "key"
     path.write_text(KEY)
@@ -79,10 +77,7 @@ def test_a_fault_is_injected_listed_counted_and_cleared(chaos: tuple[RouterProce
     (active,) = admin.ask("GET", "/admin/faults")[1]["faults"]
     assert active["fault"] == injected["fault"] and active["remaining_s"] > 0
     metrics = admin.metrics()
-    assert (
-        metrics["eaas_faults_injected_total", "slow"] == 1
-        and metrics["eaas_faults_injected_total", "kill"] == 0
-    )
+    assert metrics["eaas_faults_injected_total", "slow"] == 1 and metrics["eaas_faults_injected_total", "kill"] == 0
     assert metrics["eaas_faults_active",] == 1
 
     assert admin.ask("DELETE", "/admin/faults/nothing") == (200, {"cleared": []})

@@ -56,9 +56,7 @@ def skewed(seed: int, experts: int) -> np.ndarray:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_flow_and_bound_agree_with_every_set_of_servers(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    holders = [
-        int(sum(1 << s for s in rng.choice(6, size=rng.integers(1, 5), replace=False))) for _ in range(20)
-    ]
+    holders = [int(sum(1 << s for s in rng.choice(6, size=rng.integers(1, 5), replace=False))) for _ in range(20)]
     speed = rng.choice([0.5, 1.0, 2.0], size=6)
     rows = skewed(seed, 20)[None] * 1000
     true = least(rows[0], holders, speed)
@@ -77,9 +75,7 @@ def test_flow_and_bound_agree_with_every_set_of_servers(seed: int) -> None:
 def test_a_change_lowers_the_bound_and_keeps_every_rule(seed: int) -> None:
     zones = 1 + seed % 2
     holders = placed(64, 8, 2, zones)
-    servers = [
-        Server(room=18, zone=str(s % zones), speed=0.5 if seed % 3 == 0 and s < 2 else 1.0) for s in range(8)
-    ]
+    servers = [Server(room=18, zone=str(s % zones), speed=0.5 if seed % 3 == 0 and s < 2 else 1.0) for s in range(8)]
     speed = np.array([server.speed for server in servers])
     load = skewed(seed, 64)
     rules = Rules(budget=6)

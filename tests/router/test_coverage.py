@@ -27,7 +27,7 @@ def server(name: str, held: int, **more: object) -> MemberRecord:
 def world(layers: int, experts: int, held: list[int], **more: object) -> State:
     members = {f"expert/{n}": server(f"expert/{n}", bits) for n, bits in enumerate(held)}
     return State(
-        model=Model(hash="m", layers=layers, experts=experts),
+        models=(Model(hash="m", layers=layers, experts=experts),),
         members=members,
         liveness={name: Liveness(renewed_s=0.0) for name in members},
         wanted={"expert": len(held)},
@@ -109,9 +109,7 @@ def test_evictions_are_told_from_orderly_ends_and_take_the_counters_along() -> N
     state = State()
     for number, reason in enumerate(reasons):
         counts.note(state, state, [Fenced(name=f"expert/{number}", incarnation=1, reason=reason)])
-    assert dict(counts.evictions) == {
-        ("expert", why): 1 for why in ("silent", "ended", "rejoined", "overdue")
-    }
+    assert dict(counts.evictions) == {("expert", why): 1 for why in ("silent", "ended", "rejoined", "overdue")}
     assert counts.fenced["expert"] == len(reasons)
     assert counts.totals == {}
 
@@ -132,9 +130,7 @@ def test_what_no_counter_can_be_is_left_out() -> None:
 def test_rails_and_slow_links_have_their_series() -> None:
     """Over the nixl transport; and a worker that finds a server slow says so with its load."""
     state = world(1, 2, [0b11])
-    worker = MemberRecord(
-        name="attention/7", pool="attention", incarnation=2, address="", pid=2, host="", ready=True
-    )
+    worker = MemberRecord(name="attention/7", pool="attention", incarnation=2, address="", pid=2, host="", ready=True)
     load = {"busy": 0.5, "slow_link:expert/0": 1.0, "corrupt:expert/0": 3.0}
     state = replace(
         state,

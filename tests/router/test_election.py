@@ -84,9 +84,7 @@ class Routers:
         self.channels = [grpc.insecure_channel(router.address) for router in self.all]
 
     def leader(self) -> RouterProcess | None:
-        leading = [
-            router for router in self.all if router.process.poll() is None and health(router) == "SERVING"
-        ]
+        leading = [router for router in self.all if router.process.poll() is None and health(router) == "SERVING"]
         assert len(leading) <= 1, f"{len(leading)} routers lead"
         return leading[0] if leading else None
 
@@ -336,9 +334,7 @@ def test_a_standby_says_who_leads_and_decides_nothing(started: Start) -> None:
         with pytest.raises(grpc.RpcError, match="standby"):
             next(iter(stream))
     assert stub.Status(pb.StatusRequest()).leader == leader.address
-    assert [health(standby, name) for name in ("", "router.v1.Router", "router.v1.Leader")] == [
-        "NOT_SERVING"
-    ] * 3
+    assert [health(standby, name) for name in ("", "router.v1.Router", "router.v1.Leader")] == ["NOT_SERVING"] * 3
     # A client that knows only the standby waits, and says what it waited for.
     client = RouterClient(standby.address)
     with pytest.raises(RouterUnavailable):

@@ -19,9 +19,7 @@ def _stood(standing: Standing, samples: int, idle: bool, elapsed_s: float = 0.0)
     return [standing.sample(7, elapsed_s, lambda: idle) for _ in range(samples)][-1]
 
 
-def test_a_loop_stands_when_its_process_does_nothing_for_the_bound_and_whatever_it_does_at_the_longest() -> (
-    None
-):
+def test_a_loop_stands_when_its_process_does_nothing_for_the_bound_and_whatever_it_does_at_the_longest() -> None:
     standing = Standing(bound_s=0.5, longest_s=30.0)
     assert _stood(standing, 6, idle=True) == 0.0
     assert _stood(standing, 1, idle=True) > 0.5

@@ -42,9 +42,7 @@ class Member:
 
     def __init__(self, router: RouterProcess, taker: Taker | None, number: int) -> None:
         self.client, self.taker = RouterClient(router.address), taker
-        self.name = self.client.join(
-            pool="gateway", address="nowhere", pid=2_000_000 + number, host=HOST
-        ).name
+        self.name = self.client.join(pool="gateway", address="nowhere", pid=2_000_000 + number, host=HOST).name
         self.client.start(faults=taker)
 
     @property

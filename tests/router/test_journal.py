@@ -19,7 +19,7 @@ from router.events import Exited, Join, Loaded, Started
 from router.journal import Changes, Journal, JournalUnusable
 from router.state import Config, State
 
-DURABLE = ("salt", "term", "epoch", "joined", "named", "model", "members")
+DURABLE = ("salt", "term", "epoch", "joined", "named", "models", "members")
 
 # Joins and exits for ever, telling each epoch on stdout only after its commit.
 WRITER = """
@@ -63,9 +63,7 @@ def grown(path: Path, steps: int = 60, seed: int = 0) -> State:
             event = Join(pool="expert", address="a", pid=now, host="h", layers=3, experts=11, model_hash="m")
         elif state.members and dice.random() < 0.7:
             record = dice.choice(list(state.members.values()))
-            event = Loaded(
-                name=record.name, incarnation=record.incarnation, held=record.target, epoch=state.epoch
-            )
+            event = Loaded(name=record.name, incarnation=record.incarnation, held=record.target, epoch=state.epoch)
         else:
             event = Exited(host="h", pid=dice.randrange(now))
         after, _ = step(config, state, event, now / 10)
@@ -125,14 +123,12 @@ def test_a_journal_that_cannot_be_used_says_why(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / "journal") as base:
         base.execute("UPDATE state SET value = json_set(value, '$.layout', 99) WHERE key = 'counters'")
     base.close()
-    with pytest.raises(JournalUnusable, match="has layout 99, this router writes 1; give another --journal"):
+    with pytest.raises(JournalUnusable, match="has layout 99, this router writes 2; give another --journal"):
         Journal(tmp_path / "journal").load()
     with sqlite3.connect(tmp_path / "foreign") as base:
         base.execute("CREATE TABLE counters (one INTEGER)")
     base.close()
-    with pytest.raises(
-        JournalUnusable, match="has the tables counters, this router writes one, state; give another"
-    ):
+    with pytest.raises(JournalUnusable, match="has the tables counters, this router writes one, state; give another"):
         Journal(tmp_path / "foreign")
 
 
@@ -174,14 +170,10 @@ def test_a_journal_that_somebody_removed_is_written_again_whole(tmp_path: Path) 
     assert journal.save(state, ticked), "what did not change is written too"
     journal.close()
     loaded = Journal(path).load()
-    assert {name: getattr(loaded, name) for name in DURABLE} == {
-        name: getattr(before, name) for name in DURABLE
-    }
+    assert {name: getattr(loaded, name) for name in DURABLE} == {name: getattr(before, name) for name in DURABLE}
 
 
-def test_a_journal_made_anew_counts_once_all_of_it_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_journal_made_anew_counts_once_all_of_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counters alone, without the members, would have every member fenced after the next start."""
     path = tmp_path / "journal"
     before = grown(path)
@@ -204,6 +196,4 @@ def test_a_journal_made_anew_counts_once_all_of_it_is_written(
     journal.prove(state)
     journal.close()
     loaded = Journal(path).load()
-    assert {name: getattr(loaded, name) for name in DURABLE} == {
-        name: getattr(before, name) for name in DURABLE
-    }
+    assert {name: getattr(loaded, name) for name in DURABLE} == {name: getattr(before, name) for name in DURABLE}

@@ -130,9 +130,7 @@ def test_keda_reads_the_wanted_size_of_each_pool(
     router = started("--experts", "3", "--attention", "2")
     client = keda(router)
     spec = client.ask("GetMetricSpec", {"scalerMetadata": {"pool": "expert"}})["reply"]
-    assert spec == {
-        "metricSpecs": [{"metricName": "eaas-expert-wanted", "targetSize": "1", "targetSizeFloat": 1.0}]
-    }
+    assert spec == {"metricSpecs": [{"metricName": "eaas-expert-wanted", "targetSize": "1", "targetSizeFloat": 1.0}]}
     # Keys that KEDA keeps for itself, and those it took from the environment, come along.
     assert client.values(pool="expert", scalerAddress=router.address, enableTLS="false") == (3, 3.0)
     assert client.values(poolFromEnv="attention") == (2, 2.0)

@@ -138,9 +138,7 @@ def test_whoever_owns_a_process_elsewhere_reports_its_end_at_once(
     def own(order: Order) -> int:
         told = {"EAAS_HOST": order.host, "EAAS_PID": str(order.pid), "EAAS_POOL": order.pool}
         owned.append(
-            subprocess.Popen(
-                [sys.executable, script], env={**os.environ, **told, "EAAS_ROUTER": order.router}
-            )
+            subprocess.Popen([sys.executable, script], env={**os.environ, **told, "EAAS_ROUTER": order.router})
         )
         status = owned[-1].wait()
         if closing.is_set():
@@ -274,19 +272,13 @@ def test_a_webhook_is_told_what_to_start_and_its_processes_fill_the_order_from_a
         for member, pid in zip(members, pids, strict=True)
     ]
     for client, name in zip(members, names, strict=True):
-        client.start(
-            on_view=lambda v, c=client, n=name: c.loaded(m.target, v.epoch) if (m := v.member(n)) else None
-        )
+        client.start(on_view=lambda v, c=client, n=name: c.loaded(m.target, v.epoch) if (m := v.member(n)) else None)
     watcher = RouterClient(router.address)
     until(lambda: [m.state for m in watcher.status().view.members] == ["serving"] * 2)
     time.sleep(0.3)
     assert len(hook.seen) == 4, "what joined filled the orders"
     members[0].close()
-    until(
-        lambda: any(
-            o["action"] == "stop" and (o["member"], o["pid"]) == (names[0], pids[0]) for o in hook.seen
-        )
-    )
+    until(lambda: any(o["action"] == "stop" and (o["member"], o["pid"]) == (names[0], pids[0]) for o in hook.seen))
     until(lambda: len({o["idempotency-key"] for o in hook.starts()}) == 3)
     assert [m.name for m in watcher.status().view.members] == [names[1]]
     members[1].close()
@@ -376,9 +368,7 @@ def test_a_launcher_that_makes_no_sense_says_why(tmp_path: Path, flags: list[str
 
 
 @pytest.mark.parametrize("host", ["", "elsewhere"])
-def test_only_what_a_launcher_started_is_ended(
-    tmp_path: Path, host: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_what_a_launcher_started_is_ended(tmp_path: Path, host: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ended = tmp_path / "ended"
     launcher = Launcher.of(options("--host", host, "--exec", f"echo $EAAS_PID >> {ended}"))
     monkeypatch.setattr(launcher, "_report", lambda pid, pool: None)

@@ -51,9 +51,7 @@ def first(*words: str, environment: dict[str, str] | None = None) -> First:
 
 def test_flag_counts_before_variable_before_file_before_default(tmp_path: Path) -> None:
     file = tmp_path / "eaas.toml"
-    file.write_text(
-        "[serve]\nsize = 3\nwait_s = 4\nloud = true\nnames = ['a', 'b']\n[gateway]\nstall_s = 1\n"
-    )
+    file.write_text("[serve]\nsize = 3\nwait_s = 4\nloud = true\nnames = ['a', 'b']\n[gateway]\nstall_s = 1\n")
     named = {"EAAS_SERVE_SIZE": "5", "EAAS_SERVE_CONFIG": str(file), "EAAS_SERVE_NUMBERS": "1,2"}
     assert first().size == 2
     read_there = first("--config", str(file))

@@ -89,9 +89,7 @@ def test_a_placement_that_is_good_stays(shape: tuple[int, int, int, int]) -> Non
     layers, experts, servers, copies = shape
     capacity = dict.fromkeys(names(servers), 0)
     placed = place(layers=layers, experts=experts, replicas=min(copies, servers), capacity=capacity)
-    again = place(
-        layers=layers, experts=experts, replicas=min(copies, servers), capacity=capacity, current=placed
-    )
+    again = place(layers=layers, experts=experts, replicas=min(copies, servers), capacity=capacity, current=placed)
     assert again == placed
 
 
@@ -180,9 +178,7 @@ def test_copies_lie_in_two_zones(zones: tuple[int, ...]) -> None:
             capacity.pop(lost)
             placed = place(layers=2, experts=60, replicas=2, capacity=capacity, current=placed, zones=zone)
         sizes = [sum(zone[name] == number for name in capacity) for number in set(zone.values())]
-        found = [
-            len({zone[name] for name, bits in placed.items() if bits >> pair & 1}) for pair in range(120)
-        ]
+        found = [len({zone[name] for name, bits in placed.items() if bits >> pair & 1}) for pair in range(120)]
         # A zone with more than half of the servers has more than half of the copies.
         together = max(0, 2 * max(sizes) - sum(sizes)) / sum(sizes) * 60
         assert sum(count < 2 for count in found) <= 2 * (together + (1 if together else 0)), (lost, sizes)

@@ -54,9 +54,7 @@ def test_whoever_skips_views_has_at_last_the_same_as_who_saw_each(seed: int) -> 
             known.give(suspected)
         known.load_all()
         for record in known.state.members.values():
-            known.give(
-                Renewed(name=record.name, incarnation=record.incarnation, load={"busy": dice.random()})
-            )
+            known.give(Renewed(name=record.name, incarnation=record.incarnation, load={"busy": dice.random()}))
         known.give(Tick(), after_s=0.1)
         if known.state.epoch == publication.epoch:
             continue
@@ -102,9 +100,7 @@ def test_who_has_seen_none_of_many_that_went_is_told_the_whole(monkeypatch: pyte
 
 def test_a_difference_says_what_differs_and_is_written_once() -> None:
     members = {
-        f"expert/{n}": MemberRecord(
-            name=f"expert/{n}", pool="expert", incarnation=n, address="a", pid=n, host="h"
-        )
+        f"expert/{n}": MemberRecord(name=f"expert/{n}", pool="expert", incarnation=n, address="a", pid=n, host="h")
         for n in range(1, 401)
     }
     known = cluster(step)
@@ -115,9 +111,7 @@ def test_a_difference_says_what_differs_and_is_written_once() -> None:
     changed: State = replace(
         state,
         epoch=101,
-        members={
-            n: replace(r, target=3) if n == "expert/7" else r for n, r in members.items() if n != "expert/9"
-        },
+        members={n: replace(r, target=3) if n == "expert/7" else r for n, r in members.items() if n != "expert/9"},
     )
     publication.publish(known.config, changed)
     message = pb.View.FromString(publication.since(100))

@@ -93,9 +93,7 @@ def test_a_record_of_an_older_router_is_read() -> None:
 @pytest.mark.parametrize("protocol", [0, PROTOCOL + 1])
 def test_a_process_of_another_protocol_is_refused_in_clear_words(protocol: int) -> None:
     told = cluster(step)
-    join = from_message(
-        Join, pb.JoinRequest(pool="attention", address="a", pid=77, host="h", protocol=protocol)
-    )
+    join = from_message(Join, pb.JoinRequest(pool="attention", address="a", pid=77, host="h", protocol=protocol))
     (refused,) = told.give(join)
     assert isinstance(refused, Refused)
     assert f"protocol {protocol or 'none'} found, {PROTOCOL} needed" in refused.message

@@ -51,9 +51,7 @@ def test_the_size_never_leaves_its_bounds_and_is_whole_units(unit: int) -> None:
         pool = Pool(policy, 8)
         for _ in range(500):
             load = chance.choice([0.0, 1.0, 10.0, 1e6])
-            size = pool.tick(
-                load, queue_s=chance.choice([None, 0.0, 1e9]), lateness=chance.choice([None, 9.0])
-            )
+            size = pool.tick(load, queue_s=chance.choice([None, 0.0, 1e9]), lateness=chance.choice([None, 9.0]))
             assert 4 <= size <= 20 and size % unit == 0, f"seed {seed}: {size}, {pool.memory.why}"
 
 
@@ -147,9 +145,7 @@ def test_it_says_why() -> None:
     pool = Pool(Policy(), 4)
     pool.tick(4.0)
     pool.tick(4.0)
-    assert pool.memory.why.startswith("4 -> 7: at once; load 4.0, trend 4.0, burst 4.0: 4.0 x 1.75"), (
-        pool.memory.why
-    )
+    assert pool.memory.why.startswith("4 -> 7: at once; load 4.0, trend 4.0, burst 4.0: 4.0 x 1.75"), pool.memory.why
     pool.tick(4.0)
     assert "7 starting" in pool.memory.why or "enough" in pool.memory.why, pool.memory.why
 
@@ -167,9 +163,7 @@ def test_a_lost_memory_is_harmless() -> None:
             assert size >= before, f"seed {seed}: {size} of {before} after {step} samples; {pool.memory.why}"
 
 
-@pytest.mark.parametrize(
-    "missing", ["busy", "queue_s", "backlog_tokens", "tokens_per_s", "kv_use", "lateness"]
-)
+@pytest.mark.parametrize("missing", ["busy", "queue_s", "backlog_tokens", "tokens_per_s", "kv_use", "lateness"])
 def test_missing_signals_are_never_taken_for_nothing(missing: str) -> None:
     whole = Signals(
         wanted=10,
@@ -235,9 +229,7 @@ def test_memory_stays_small() -> None:
     chance = random.Random(1)
     pool = Pool(Policy(least=0), 10)
     for _ in range(20000):
-        pool.tick(
-            chance.uniform(0, 30), step_s=0.1 if chance.random() < 0.5 else 10.0, queue_s=chance.random()
-        )
+        pool.tick(chance.uniform(0, 30), step_s=0.1 if chance.random() < 0.5 else 10.0, queue_s=chance.random())
         assert len(pool.memory.changes) <= 45 and len(pool.memory.past.needs) <= 200
 
 
@@ -270,9 +262,7 @@ def test_nonsense_is_refused(wrong: dict[str, float]) -> None:
 def test_signals_are_read_from_load_words() -> None:
     loads = {
         "expert": [{"busy": 0.2, "rows_per_s": 100.0}, {"busy": 0.4, "rows_per_s": 300.0}, {}],
-        "attention": [
-            {"busy": 0.5, "tokens_per_s": 50.0, "backlog_tokens": 70.0, "queue_s": 0.5, "kv_use": 0.3}
-        ],
+        "attention": [{"busy": 0.5, "tokens_per_s": 50.0, "backlog_tokens": 70.0, "queue_s": 0.5, "kv_use": 0.3}],
         "gateway": [{"backlog_tokens": 30.0, "queue_s": 2.0, "ttft_p99_s": 1.0, "tpot_p99_s": 0.3}],
     }
     sizes = {"wanted": 3, "live": 3, "starting": 0, "draining": 0}

@@ -21,9 +21,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from router.client import JoinRefused, RouterClient, RouterUnavailable
-from router.events import StartProcess, StopProcess
+from router.events import AddModel, StartProcess, StopProcess
 from router.host import host_id
-from router.view import Identity, View
+from router.journal import entries_text
+from router.view import Identity, Model, View
 from tests.host_stalls import bounded
 
 pytestmark = pytest.mark.alone
@@ -132,9 +133,9 @@ def complete(client: RouterClient, servers: int, replicas: int) -> bool:
     view = client.view
     if view is None or [m.state for m in view.pool("expert")] != ["serving"] * servers:
         return False
-    return all(
-        len(view.replicas(layer, expert)) == replicas for layer in range(2) for expert in range(6)
-    ) and all(m.target == m.serving for m in view.pool("expert"))
+    return all(len(view.replicas(layer, expert)) == replicas for layer in range(2) for expert in range(6)) and all(
+        m.target == m.serving for m in view.pool("expert")
+    )
 
 
 def test_a_lost_server_is_replaced_and_every_expert_keeps_a_replica(
@@ -291,9 +292,7 @@ def test_a_drained_server_goes_only_when_others_serve_its_experts(
         each.die()
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.full(seconds=4))]
-)
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.full(seconds=4))])
 def test_a_restarted_router_is_not_noticed(started: Callable[..., RouterProcess], number: int) -> None:
     router = started("--experts", "2", "--replicas", "2", "--lease-s", "1")
     attention, servers = Server(router, "attention"), [Server(router) for _ in range(2)]
@@ -358,6 +357,75 @@ def test_on_an_older_journal_the_cluster_goes_on(started: Callable[..., RouterPr
     until(lambda: complete(attention.client, 3, 2))
     for server in [attention, *servers, *joined]:
         server.die()
+
+
+@pytest.mark.parametrize("copy", [True, False], ids=["older", "none"])
+def test_whoever_is_no_member_follows_a_router_that_lost_its_journal(
+    started: Callable[..., RouterProcess], copy: bool
+) -> None:
+    """Views count from a lower epoch then. Who watches follows them, and a program that joined is to join anew."""
+    router = started("--experts", "1", "--lease-s", "1")
+    router.stop()
+    kept = router.journal.read_bytes()
+    router.start()
+    watcher, server = RouterClient(router.address), Server(router)
+    watcher.start()
+    until(lambda: complete(watcher, 1, 1))
+    program, fenced = RouterClient(router.address), list[str]()
+    program.join(pool="client", address="", **SHAPE)
+    program.start(on_fenced=fenced.append)
+    until(lambda: program.view is not None and program.view.pool("client"))
+    for _ in range(3):
+        Server(router).client.leave()
+    assert watcher.view is not None
+    until(lambda: watcher.view.epoch > 10 and len(watcher.view.pool("expert")) == 1)
+    before = watcher.view
+    router.stop(signal.SIGKILL)
+    for left in router.journal.parent.glob("journal*"):
+        left.unlink()
+    if copy:
+        router.journal.write_bytes(kept)
+    router.start()
+    until(lambda: watcher.view.salt != before.salt)
+    assert watcher.view.epoch < before.epoch
+    until(lambda: fenced and server.fenced)
+    joined = Server(router)
+    until(lambda: complete(watcher, 1, 1))
+    assert [member.name for member in watcher.view.members] == [joined.name]
+    for each in (server, joined):
+        each.die()
+    for client in (watcher, program):
+        client.close()
+
+
+def test_models_that_the_journal_does_not_know_are_served_from_the_start(
+    started: Callable[..., RouterProcess], tmp_path: Path
+) -> None:
+    """Whoever comes first; and one that was removed stays removed while the journal knows that."""
+    served = [Model(hash=hash, name=hash, layers=2, experts=6) for hash in ("m", "n")]
+    file = tmp_path / "models"
+    text = entries_text(AddModel(model=model, attention=0) for model in served)
+    file.write_text(text)
+    router = started("--models-file", str(file))
+    client = RouterClient(router.address)
+    client.join(pool="attention", address="a", pid=1, host=HOST, **{**SHAPE, "model_hash": "n"})
+    assert [model.name for model in client.status().view.models] == ["m", "n"]
+    client.leave()
+    client.remove_model("n")
+    router.stop()
+    router.start()
+    assert [model.name for model in client.status().view.models] == ["m"]
+    client.close()
+    router.stop()
+    for damaged in ("[{}]", text.replace('"layers": 2', '"layers": "2"')):
+        file.write_text(damaged)
+        ready, told = os.pipe()
+        words = ["--journal", str(tmp_path / "other"), "--models-file", str(file), "--ready-fd", str(told)]
+        with subprocess.Popen([sys.executable, "-m", "router", *words], pass_fds=[told]) as process:
+            os.close(told)
+            with os.fdopen(ready) as line:
+                assert f"--models-file {file} cannot be read" in json.loads(line.readline())["error"]
+            assert process.wait(timeout=5) == 1
 
 
 def test_a_router_that_cannot_write_publishes_nothing_and_says_so(
@@ -446,9 +514,7 @@ def test_a_port_in_use_is_named(started: Callable[..., RouterProcess], tmp_path:
     assert status == 1
 
 
-def test_a_second_router_on_one_journal_is_refused(
-    started: Callable[..., RouterProcess], tmp_path: Path
-) -> None:
+def test_a_second_router_on_one_journal_is_refused(started: Callable[..., RouterProcess], tmp_path: Path) -> None:
     router = started()
     said, _ = failing(tmp_path, ["--journal", str(router.journal)])
     assert "is used by another router" in said

@@ -85,11 +85,7 @@ class Scene:
                 self.give(Renewed(name=record.name, incarnation=record.incarnation))
                 epoch = self.service.state.epoch
                 if record.target != record.loaded:
-                    self.give(
-                        Loaded(
-                            name=record.name, incarnation=record.incarnation, held=record.target, epoch=epoch
-                        )
-                    )
+                    self.give(Loaded(name=record.name, incarnation=record.incarnation, held=record.target, epoch=epoch))
             self.give(Tick())
 
 
@@ -219,9 +215,7 @@ def test_a_drain_without_end_is_refused(drain_s: float) -> None:
         (ChaosNotAllowed("not allowed"), grpc.StatusCode.FAILED_PRECONDITION, ()),
     ],
 )
-def test_what_an_answer_raises_is_told_as_a_status(
-    error: Exception, code: grpc.StatusCode, metadata: object
-) -> None:
+def test_what_an_answer_raises_is_told_as_a_status(error: Exception, code: grpc.StatusCode, metadata: object) -> None:
     """By calls of one answer and of many; what comes before the error is still told."""
 
     async def one(request: object, context: object) -> None:

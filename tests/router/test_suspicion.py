@@ -66,9 +66,7 @@ def test_a_wide_tail_is_waited_for_as_long_as_it_is_wide(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_suspicion_grows_with_silence(seed: int) -> None:
     dice = random.Random(seed)
-    known = histogram_of(
-        [dice.choice((0.02, 0.25, 0.26, 0.4, 1.9, 9.0)) for _ in range(dice.randrange(2000))]
-    )
+    known = histogram_of([dice.choice((0.02, 0.25, 0.26, 0.4, 1.9, 9.0)) for _ in range(dice.randrange(2000))])
     levels = [found(known, ms / 1000) for ms in range(0, 4000, 5)]
     assert levels == sorted(levels), f"seed {seed}"
 

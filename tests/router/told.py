@@ -58,8 +58,10 @@ class Told:
         self.give(Acked(name=name, incarnation=incarnation, epoch=self.state.epoch))
 
     def loaded(self, name: str, held: int, epoch: int) -> list[Command]:
-        incarnation = self.state.members[name].incarnation
-        return self.give(Loaded(name=name, incarnation=incarnation, held=held, epoch=epoch))
+        record = self.state.members[name]
+        opened = tuple(model.hash for model in self.state.models if record.opened >> model.number & 1)
+        report = Loaded(name=name, incarnation=record.incarnation, held=held, epoch=epoch, opened=opened)
+        return self.give(report)
 
 
 def lively(told: Told, seconds: float, dumb: str = "", step_s: float = 0.05) -> tuple[float, float]:
@@ -104,9 +106,7 @@ def cluster(
 ) -> Told:
     """Expert servers and attention workers, all serving, and a launcher with nothing to do."""
     expert_bytes = settings.pop("expert_bytes", 0)
-    told = Told(
-        step, experts_wanted=servers, attention_wanted=workers, replicas=min(replicas, servers), **settings
-    )
+    told = Told(step, experts_wanted=servers, attention_wanted=workers, replicas=min(replicas, servers), **settings)
     for pool in ("expert",) * servers + ("attention",) * workers:
         told.join(pool, experts=experts, expert_bytes=expert_bytes)
     told.load_all()

@@ -74,9 +74,7 @@ def test_code_that_could_run_what_it_reads_is_found(code: str) -> None:
 
 def test_no_file_of_the_product_escapes_that_judge() -> None:
     seen = set(test_tidy.PYTHON)
-    packages = [
-        path for package in ("eaas", "experts", "router", "p2p") for path in (ROOT / package).rglob("*.py")
-    ]
+    packages = [path for package in ("eaas", "experts", "router", "p2p") for path in (ROOT / package).rglob("*.py")]
     assert {path for path in packages if "_pb2" not in path.name and "build" not in path.parts} <= seen
 
 
@@ -155,9 +153,7 @@ def test_what_a_log_line_holds_cannot_pretend_to_be_another() -> None:
         record = logging.LogRecord("n", logging.INFO, "f", 1, arguments[0], (arguments[1],), None)
         for formatter in (JsonLines(), _Text()):
             assert "\n" not in formatter.format(record)
-    record = logging.LogRecord(
-        "n", logging.INFO, "f", 1, "joined name=%s level=%d at 50%%", ("expert/1", 3), None
-    )
+    record = logging.LogRecord("n", logging.INFO, "f", 1, "joined name=%s level=%d at 50%%", ("expert/1", 3), None)
     said = json.loads(JsonLines().format(record))
     assert (said["event"], said["name"], said["level"], said["level_"]) == ("joined", "expert/1", "info", 3)
     record = logging.LogRecord("n", logging.INFO, "f", 1, "three %d words=%s", (3, "x"), None)

@@ -61,9 +61,7 @@ class Secure:
         self.http = httpx.Client(verify=context, timeout=60)
 
     def client(self) -> openai.OpenAI:
-        return openai.OpenAI(
-            base_url=f"{self.cluster.url}/v1", api_key=self.key, http_client=self.http, max_retries=0
-        )
+        return openai.OpenAI(base_url=f"{self.cluster.url}/v1", api_key=self.key, http_client=self.http, max_retries=0)
 
     def status(self) -> dict[str, Any]:
         headers = {"authorization": f"Bearer {self.key}"}
@@ -141,9 +139,7 @@ def test_a_model_elsewhere_has_its_experts_computed_with_a_clients_certificate_a
         with pytest.raises(ConnectFailed, match="of the role client"):
             connect(router, tls=certs / role, start_s=2.0)
     with connect(router, tls=certs / "client") as pool:
-        assert pool.shape == ExpertShape.from_config(
-            json.loads((secure.folder / "tiny" / "config.json").read_text())
-        )
+        assert pool.shape == ExpertShape.from_config(json.loads((secure.folder / "tiny" / "config.json").read_text()))
         rows = np.ones((3, pool.shape.hidden), np.float32)
         ids = np.tile(np.arange(pool.shape.top_k, dtype=np.uint16), (3, 1))
         answer = pool.apply(0, rows, ids, np.ones(ids.shape, np.float32))

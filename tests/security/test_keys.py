@@ -81,9 +81,7 @@ def alice() -> tuple[str, Key]:
 
 
 @pytest.fixture(scope="module")
-def guarded(
-    world: World, tmp_path_factory: pytest.TempPathFactory, alice: tuple[str, Key]
-) -> Iterator[Guarded]:
+def guarded(world: World, tmp_path_factory: pytest.TempPathFactory, alice: tuple[str, Key]) -> Iterator[Guarded]:
     """One gateway for a file's tests, whose only key is Alice's when a test begins and when it ends."""
     guarded = Guarded(world, tmp_path_factory.mktemp("keys") / "keys.json", [alice[1]])
     yield guarded
@@ -163,9 +161,7 @@ def test_a_name_that_could_confuse_a_log_is_refused(tmp_path: Path, name: str) -
     ],
     ids=["empty", "list", "short", "unknown", "no-zone", "zero", "deep", "many", "large"],
 )
-def test_a_file_that_makes_no_sense_is_refused_without_quoting_it(
-    tmp_path: Path, content: str, reason: str
-) -> None:
+def test_a_file_that_makes_no_sense_is_refused_without_quoting_it(tmp_path: Path, content: str, reason: str) -> None:
     path = tmp_path / "keys.json"
     path.write_text(content)
     with pytest.raises(KeysInvalid, match=reason) as refused:
@@ -263,9 +259,7 @@ def test_two_keys_in_one_request_are_none(guarded: Guarded, alice: tuple[str, Ke
     assert httpx.get(guarded.url + "/v1/models", headers=twice).status_code == 401
 
 
-def test_health_and_version_are_open_and_metrics_if_asked_for(
-    world: World, guarded: Guarded, tmp_path: Path
-) -> None:
+def test_health_and_version_are_open_and_metrics_if_asked_for(world: World, guarded: Guarded, tmp_path: Path) -> None:
     for path in ("/health", "/version"):
         assert httpx.get(guarded.url + path).status_code == 200, path
         # Open is the question whether it lives, not the path.
@@ -279,21 +273,19 @@ def test_health_and_version_are_open_and_metrics_if_asked_for(
         other.gateway.stop()
 
 
-def test_openais_client_and_a_browser_are_let_in_with_the_key(
-    guarded: Guarded, alice: tuple[str, Key]
-) -> None:
+def test_openais_client_and_a_browser_are_let_in_with_the_key(guarded: Guarded, alice: tuple[str, Key]) -> None:
     client = openai.OpenAI(base_url=guarded.url + "/v1", api_key=alice[0], max_retries=0)
     answer = client.completions.create(model="tiny", prompt="abc", max_tokens=3, temperature=0)
     assert answer.choices[0].text == "abc"
     streamed = client.completions.create(model="tiny", prompt="abc", max_tokens=3, stream=True)
     assert "".join(event.choices[0].text for event in streamed) == "abc"
-    refused = guarded.metric(alice[0], 'eaas_refused_total{reason="key"}')
+    refused = guarded.metric(alice[0], 'eaas_refused_total{model="tiny",reason="key"}')
     stranger = openai.OpenAI(base_url=guarded.url + "/v1", api_key="eaas-wrong", max_retries=0)
     with pytest.raises(openai.AuthenticationError):
         stranger.models.list()
     basic = base64.b64encode(f"anyone:{alice[0]}".encode()).decode()
     assert httpx.get(guarded.url + "/status", headers={"authorization": f"Basic {basic}"}).status_code == 200
-    assert guarded.metric(alice[0], 'eaas_refused_total{reason="key"}') == refused + 1
+    assert guarded.metric(alice[0], 'eaas_refused_total{model="tiny",reason="key"}') == refused + 1
 
 
 def test_only_an_operators_key_looks_at_the_cluster(world: World, tmp_path: Path) -> None:
@@ -356,9 +348,7 @@ def test_keys_change_without_a_restart(guarded: Guarded, alice: tuple[str, Key])
     assert ask(guarded.url, key).status_code == 200, "a missing file locked everybody out"
     write_keys(guarded.path, [alice[1]])
     guarded.gateway.process.send_signal(signal.SIGHUP)
-    eventually(
-        lambda: ask(guarded.url, key).status_code == 401, "after SIGHUP the revoked key is refused", 5.0
-    )
+    eventually(lambda: ask(guarded.url, key).status_code == 401, "after SIGHUP the revoked key is refused", 5.0)
     assert ask(guarded.url, alice[0]).status_code == 200
 
 
@@ -383,7 +373,7 @@ def test_a_budget_of_requests_is_a_429_that_says_when(world: World, tmp_path: Pa
         other = ask(guarded.url, bob[0])
         assert other.status_code == 200, "another's budget is another's"
         assert not [name for name in other.headers if name.startswith("x-ratelimit")]
-        assert guarded.metric(bob[0], 'eaas_refused_total{reason="key_requests"}') == 2
+        assert guarded.metric(bob[0], 'eaas_refused_total{model="tiny",reason="key_requests"}') == 2
     finally:
         guarded.gateway.stop()
 
@@ -469,17 +459,17 @@ def test_a_budget_comes_back_evenly_and_never_beyond_itself() -> None:
 def test_a_change_of_the_file_forgives_nothing() -> None:
     account = Account("a")
     account.set(2, None, 0.0)
-    assert account.begin(0.0) is None and account.begin(0.0) is None
+    assert account.spend(0.0, requests=1) is None and account.spend(0.0, requests=1) is None
     account.set(2, 100, 0.0)
-    overdrawn = account.begin(0.0)
+    overdrawn = account.spend(0.0, requests=1)
     assert overdrawn is not None and (overdrawn.kind, overdrawn.retry_after_s) == ("requests", 30)
     account.set(None, 100, 0.0)
-    assert account.begin(0.0) is None
-    assert account.reserve(150, 0.0) is None
-    spent = account.begin(0.0)
+    assert account.spend(0.0, requests=1) is None
+    assert account.spend(0.0, tokens=150) is None
+    spent = account.spend(0.0, requests=1)
     assert spent is not None and spent.kind == "tokens"
     account.settle(150, 20, 0.0)
-    assert account.begin(0.0) is None
+    assert account.spend(0.0, requests=1) is None
 
 
 def test_editors_wait_for_each_other(tmp_path: Path) -> None:

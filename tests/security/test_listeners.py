@@ -101,12 +101,8 @@ def test_a_socket_that_the_launcher_hands_over_is_looked_at_too(world: World) ->
         listener.set_inheritable(True)
         command = [sys.executable, "-m", "eaas.gateway", "--router", world.router.address]
         command += ["--model", str(world.model), "--listen-fd", str(listener.fileno())]
-        refused = subprocess.run(
-            command, pass_fds=[listener.fileno()], capture_output=True, text=True, timeout=60
-        )
-    assert (
-        refused.returncode == 1 and "--listen-fd 0.0.0.0 can be reached by other machines" in refused.stderr
-    )
+        refused = subprocess.run(command, pass_fds=[listener.fileno()], capture_output=True, text=True, timeout=60)
+    assert refused.returncode == 1 and "--listen-fd 0.0.0.0 can be reached by other machines" in refused.stderr
 
 
 def test_router_and_admin_listener_refuse_to_be_open(tmp_path: Path, certs: Path) -> None:
@@ -146,15 +142,11 @@ def test_every_process_listens_on_loopback_unless_told_otherwise() -> None:
         assert options["allow_chaos"].default is False, "chaos is off unless asked for"
         assert role == "launcher" or is_loopback(options["host"].default), role
     assert is_loopback(options_of(roles["router"])["admin_host"].default)
-    assert options_of(roles["router"])["admin_port"].default is None, (
-        "there is no admin listener unless asked for"
-    )
+    assert options_of(roles["router"])["admin_port"].default is None, "there is no admin listener unless asked for"
 
 
 @pytest.fixture(scope="module")
-def secure(
-    world: World, certs: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Any, str, Path]]:
+def secure(world: World, certs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, str, Path]]:
     """An open gateway with TLS and keys, a key, and a folder with the certificate that it reads."""
     folder = tmp_path_factory.mktemp("secure")
     key = new_key()
@@ -359,9 +351,7 @@ def test_one_connection_too_many_is_closed_with_a_word(plain: str) -> None:
     ],
     ids=["n", "stops", "stop", "stop-ids", "prompts", "prompt", "logprobs", "tokens", "body"],
 )
-def test_what_is_asked_is_bounded_before_anything_is_allocated(
-    plain: str, more: dict[str, Any], status: int
-) -> None:
+def test_what_is_asked_is_bounded_before_anything_is_allocated(plain: str, more: dict[str, Any], status: int) -> None:
     asked = {"model": "tiny", "prompt": "abc", "max_tokens": 4, **more}
     assert httpx.post(plain + "/v1/completions", json=asked, timeout=20).status_code == status
 

@@ -113,9 +113,7 @@ def test_a_role_is_read_from_one_uri_of_ours(names: list[str], role: str) -> Non
         ("attention", "Suspect", {"by": "attention/1", "name": "expert/1"}, True),
     ],
 )
-def test_a_member_speaks_only_for_its_own_kind(
-    role: str, method: str, request_: dict[str, str], allowed: bool
-) -> None:
+def test_a_member_speaks_only_for_its_own_kind(role: str, method: str, request_: dict[str, str], allowed: bool) -> None:
     reason = claim_refusal(role, f"/router.v1.Router/{method}", SimpleNamespace(**request_))
     assert (reason == "") == allowed, reason
 
@@ -264,9 +262,7 @@ def test_an_experts_server_refuses_whoever_is_not_its_client(certs: Path) -> Non
         server.stop(0).wait()
 
 
-def test_without_a_certificate_of_this_cluster_nobody_gets_in(
-    router: Router, certs: Path, tmp_path: Path
-) -> None:
+def test_without_a_certificate_of_this_cluster_nobody_gets_in(router: Router, certs: Path, tmp_path: Path) -> None:
     address = router.said["address"]
     strangers = tmp_path / "strangers"
     make_certs(strangers, ["operator"])
@@ -312,9 +308,7 @@ def test_a_member_joins_and_renews_over_tls_and_not_as_another(router: Router, c
         client.leave(timeout_s=5)
 
 
-def admin_ask(
-    router: Router, certs: Path, role: str, key: str = "k" * 32, path: str = "/metrics"
-) -> int | str:
+def admin_ask(router: Router, certs: Path, role: str, key: str = "k" * 32, path: str = "/metrics") -> int | str:
     """The status, or how it ended, of a GET with a role's certificate; "": with none."""
     context = ssl.create_default_context(cafile=str(certs / "ca" / "ca.pem"))
     if role:
@@ -414,9 +408,7 @@ def test_large_messages_pass_the_door_whole_both_ways(certs: Path) -> None:
         connection.setblocking(False)
         came = bytearray()
         while len(came) < len(sent):
-            assert select.select([connection], [], [], 10)[0], (
-                f"{len(came)} bytes came, and select sees no more"
-            )
+            assert select.select([connection], [], [], 10)[0], f"{len(came)} bytes came, and select sees no more"
             with contextlib.suppress(BlockingIOError):
                 came += connection.recv(1 << 18)
         left = bytes(came)
@@ -461,9 +453,7 @@ def test_a_folder_that_proves_nothing_is_refused_at_the_start(tmp_path: Path, wr
         shutil.copy(tmp_path / "other/ca/ca.pem", at / "ca.pem")
     else:
         expire(at, tmp_path / "ca")
-    with pytest.raises(
-        CredentialsInvalid, match=f"--tls-dir .*{reason}.*Needed: ca.pem, cert.pem and key.pem"
-    ):
+    with pytest.raises(CredentialsInvalid, match=f"--tls-dir .*{reason}.*Needed: ca.pem, cert.pem and key.pem"):
         Credentials(at, role)
 
 
@@ -508,9 +498,7 @@ def without_cryptography(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     return lambda: monkeypatch.setitem(sys.modules, "cryptography", None)
 
 
-def test_a_missing_library_says_how_to_get_it(
-    tmp_path: Path, without_cryptography: Callable[[], None]
-) -> None:
+def test_a_missing_library_says_how_to_get_it(tmp_path: Path, without_cryptography: Callable[[], None]) -> None:
     from eaas.ops.credentials import CertsFailed
 
     without_cryptography()

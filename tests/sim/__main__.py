@@ -32,9 +32,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--seeds", type=int, default=200, help="number of runs (default 200)")
-    parser.add_argument(
-        "--first", type=int, help="seed of the first run (default: drawn from the clock, and printed)"
-    )
+    parser.add_argument("--first", type=int, help="seed of the first run (default: drawn from the clock, and printed)")
     parser.add_argument("--events", type=int, default=5000, help="core events of each run (default 5000)")
     parser.add_argument(
         "--mode",
@@ -42,13 +40,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         default="both",
         help="faults to the end, or until all must come back",
     )
+    parser.add_argument("--models", type=int, default=0, help="of each pool (default: as many as its seed says)")
     parser.add_argument("--jobs", type=int, default=2, help="processes (default 2)")
     parser.add_argument("--replay", type=int, metavar="SEED", help="make one run again and show it")
     parser.add_argument("--keep", help="numbers of the faults that strike in a replay, as 3,17, or none")
     parser.add_argument("--plan", type=Path, help="a chaos plan: its faults strike and no others")
-    parser.add_argument(
-        "--seed", type=int, help="with --plan: one run, of this seed; default: --seeds of them"
-    )
+    parser.add_argument("--seed", type=int, help="with --plan: one run, of this seed; default: --seeds of them")
     parser.add_argument("--mutants", nargs="?", const="", metavar="NAME", help="run the planted mutants")
     options = parser.parse_args(arguments)
     if options.first is None:
@@ -91,10 +88,8 @@ def replay(options: argparse.Namespace) -> int:
     """One run, shown."""
     keep = None
     if options.keep is not None:
-        keep = (
-            frozenset(int(n) for n in options.keep.split(",")) if options.keep != "none" else frozenset[int]()
-        )
-    job = runner.Job(seed=options.replay, mode=options.mode, events=options.events, keep=keep)
+        keep = frozenset(int(n) for n in options.keep.split(",")) if options.keep != "none" else frozenset[int]()
+    job = runner.Job(seed=options.replay, mode=options.mode, events=options.events, keep=keep, models=options.models)
     result = runner.run(job)
     totals = runner.Totals()
     totals.add(result)
@@ -108,7 +103,7 @@ def many(options: argparse.Namespace) -> int:
     """All seeds; the first failing one is shrunk."""
     totals = runner.Totals()
     print(f"first seed {options.first}", flush=True)
-    todo = runner.jobs(options.first, options.seeds, options.events, options.mode)
+    todo = runner.jobs(options.first, options.seeds, options.events, options.mode, options.models)
     for result in runner.run_all(todo, options.jobs):
         totals.add(result)
         if result.promise:

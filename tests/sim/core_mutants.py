@@ -15,7 +15,7 @@ class Mutant:
     why: str
 
 
-MUTANTS = {
+CORE_MUTANTS = {
     "unloads before the acks": Mutant(
         "moves",
         "if retiring_epoch <= acked:",
@@ -77,9 +77,9 @@ MUTANTS = {
         "old messages speak for a new member",
     ),
     "listens to unknown members": Mutant(
-        "records",
-        "record.incarnation == incarnation",
-        "record.incarnation != -1",
+        "core",
+        "record.incarnation != event.incarnation",
+        "record.incarnation == -1",
         "a fenced process goes on deciding",
     ),
     "trusts a joiner ahead of time": Mutant(
@@ -180,7 +180,7 @@ MUTANTS = {
     ),
     "waits for who nobody replaces": Mutant(
         "liveness",
-        "replaced = state.wanted[ATTENTION] > 0 and not state.members[name].draining",
+        "replaced = state.wanted.get(group(state, record.pool, record.model), 0) > 0 and not record.draining",
         "replaced = True",
         "a pool that is scaled to nothing keeps who is gone in the View for a minute",
     ),
@@ -342,8 +342,8 @@ MUTANTS = {
     ),
     "forgets what a lost launcher ordered": Mutant(
         "lifecycle",
-        "in state.starts + state.orphans)",
-        "in state.starts)",
+        "_start(state.starts + state.orphans, host, name)",
+        "_start(state.starts, host, name)",
         "its process counts as an operator's, a surplus for ever",
     ),
     "never suspects before the prior": Mutant(
@@ -402,7 +402,7 @@ MUTANTS = {
     ),
     "orders all copies at once": Mutant(
         "moves",
-        "config.bytes_in_flight // state.model.expert_bytes))",
+        "config.bytes_in_flight // model.expert_bytes))",
         "99))",
         "rows wait behind gigabytes of weights",
     ),
@@ -456,7 +456,7 @@ MUTANTS = {
     ),
     "moves at an unknown member's word": Mutant(
         "core",
-        "isinstance(commands[-1], UnknownMember | Refused)",
+        "isinstance(commands[-1], events.UnknownMember | events.Refused)",
         "False",
         "",
     ),
@@ -468,7 +468,7 @@ MUTANTS = {
     ),
     "balances never": Mutant(
         "balance",
-        "state = _improve(config, state, layer, members)",
+        "state = _improve(config, state, model, layer, opened)",
         "state = replace(state)",
         "the busiest expert stays the bottleneck",
     ),
@@ -540,8 +540,8 @@ MUTANTS = {
     ),
     "lets clients judge beside attention workers": Mutant(
         "liveness",
-        "return [record for record in able if record.pool == ATTENTION] or able",
-        "return able",
+        "able = [record for record in able if record.pool == ATTENTION] or able",
+        "",
         "one program that joins often takes a good server",
     ),
     "counts a process as often as it joined": Mutant(
@@ -570,8 +570,8 @@ MUTANTS = {
     ),
     "has a client say which model is served": Mutant(
         "core",
-        "if event.pool != CLIENT:\n        model = Model(",
-        "if event.pool:\n        model = Model(",
+        "if event.pool != CLIENT:\n        asked = with_fields(",
+        "if event.pool:\n        asked = with_fields(",
         "a program that came first keeps the cluster's own model out",
     ),
     "takes servers for their replies one after another": Mutant(
@@ -588,7 +588,7 @@ MUTANTS = {
     ),
     "retires the last replica at once": Mutant(
         "core",
-        "            state = lifecycle.shrink_pools(retiring.begin(state))\n",
+        "            state = lifecycle.shrink_pools(lifecycle.end_leaving(retiring.begin(state)))\n",
         "            for name in [r.name for r in state.members.values() if r.operation]:\n"
         "                state = lifecycle.end_member(config, state, name, 'drained', commands)\n"
         "            state = lifecycle.shrink_pools(state)\n",
@@ -645,8 +645,8 @@ MUTANTS = {
     ),
     "drains the last worker that is retired": Mutant(
         "retiring",
-        "if state.wanted[ATTENTION] and is_last_worker(",
-        "if not state and is_last_worker(",
+        "if is_last_worker(state, record.name) and state.wanted.get(own):",
+        "if not state:",
         "streams have nowhere to go",
     ),
     "ends the last worker that is retired": Mutant(

@@ -47,9 +47,7 @@ def main() -> None:
         step(config, state, event, now_s)
         spent[type(event).__name__] += time.process_time_ns() - began_ns
     counts = Counter(type(event).__name__ for _, _, event, _ in steps)
-    print(
-        f"{statistics.median(rates):,.0f} events per CPU second, median of {ROUNDS} (worst {min(rates):,.0f})"
-    )
+    print(f"{statistics.median(rates):,.0f} events per CPU second, median of {ROUNDS} (worst {min(rates):,.0f})")
     for name, count in counts.most_common():
         print(f"{name:16} {count:8}  {spent[name] / count / 1000:7.1f} us each")
 

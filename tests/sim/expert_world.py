@@ -369,9 +369,7 @@ class World:
             server.links.remove(link)
             self.library.expert_server_remove_client(server.handle, link.place)
         late = 2 * self.network.adversary.notice_ns
-        self._later(
-            late, lambda: self._when_awake(server, lambda: server.endpoint.disconnect(link.to_client))
-        )
+        self._later(late, lambda: self._when_awake(server, lambda: server.endpoint.disconnect(link.to_client)))
 
     def _replace_full_links(self) -> None:
         """What is left to do where every slot waits for a reply that was lost: tear the link down."""
@@ -406,7 +404,7 @@ class World:
             for expert in range(s.experts):
                 gate_up, down = self.weights.gate_up[layer, expert], self.weights.down[layer, expert]
                 addresses = gate_up.ctypes.data, down.ctypes.data
-                self.library.expert_server_set_expert(handle, layer, expert, *addresses)
+                self.library.expert_server_set_expert(handle, 0, layer, expert, *addresses)
         endpoint = self.network.endpoint(f"server-{number}", incarnation)
         return Server(endpoint=endpoint, handle=handle, number=number)
 

@@ -171,9 +171,7 @@ class SimNetwork:
         self.counts.late += len(pieces) - first_late
         start = 0
         for i, end in enumerate(pieces):
-            at_ns = self._send(
-                peer, offset + start, data[start:end], late_ns if i >= first_late else 0, False
-            )
+            at_ns = self._send(peer, offset + start, data[start:end], late_ns if i >= first_late else 0, False)
             peer._settled_ns = max(peer._settled_ns, at_ns)
             start = end
 
@@ -381,9 +379,7 @@ class SimEndpoint:
         self._peers.append(peer)
         return peer
 
-    def put(
-        self, peer: SimPeer, offset: int, source: bytes | bytearray | memoryview | NDArray[np.uint8]
-    ) -> None:
+    def put(self, peer: SimPeer, offset: int, source: bytes | bytearray | memoryview | NDArray[np.uint8]) -> None:
         """Write bytes into the image and send them.
 
         Raises:
@@ -402,9 +398,7 @@ class SimEndpoint:
         """
         self.forward(peer, [], (offset, value))
 
-    def forward(
-        self, peer: SimPeer, ranges: Iterable[tuple[int, int]], signal: tuple[int, int] | None = None
-    ) -> None:
+    def forward(self, peer: SimPeer, ranges: Iterable[tuple[int, int]], signal: tuple[int, int] | None = None) -> None:
         """Send (offset, length) ranges of the image as they are now, then a signal (offset, value).
 
         Raises:

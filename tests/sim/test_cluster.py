@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from router import bitmap, view
 from tests.sim.__main__ import fresh_seed, parse
 from tests.sim.cluster import runner
-from tests.sim.cluster.mutation import UNCHANGED, mutated, noticed
+from tests.sim.cluster.mutation import MUTANTS, UNCHANGED, mutated, noticed
 from tests.sim.cluster.runner import Job, run
 from tests.sim.cluster.shrink import shrink
-from tests.sim.core_mutants import MUTANTS
 
 ROOT = Path(__file__).resolve().parents[2]
 EVENTS = 2000
@@ -29,6 +29,8 @@ FAILED = (
     1795455699653, 1795462119751, 1795462424739, 1795462826047,
     1795462976663, 1795464076435, 1795466490991, 1795470247835, 1795902657,
 )  # fmt: skip
+# The same, of 2,000 events and as many models as the seed says.
+FAILED_WITH_MODELS = (1002, 1795923265519)
 # What only a few of many long runs bring about; make mutants has them.
 RARE = {"exceeds capacity"}
 
@@ -43,9 +45,7 @@ def test_every_promise_holds_after_every_event(mode: str, seeds: range) -> None:
     faults = served = 0
     for job in runner.jobs(seeds.start, len(seeds), EVENTS, mode):
         result = run(job)
-        assert not result.promise, (
-            f"seed {job.seed}, {mode}: {result.promise}: {result.story}\n{job.command()}"
-        )
+        assert not result.promise, f"seed {job.seed}, {mode}: {result.promise}: {result.story}\n{job.command()}"
         assert result.core_events >= EVENTS, f"seed {job.seed}: {result.core_events}"
         served += result.requests["ok"]
         faults += result.faults.total()
@@ -55,7 +55,14 @@ def test_every_promise_holds_after_every_event(mode: str, seeds: range) -> None:
 @pytest.mark.full(seconds=0.4)
 @pytest.mark.parametrize("seed", FAILED)
 def test_a_run_that_broke_a_promise_once_keeps_them_all(seed: int) -> None:
-    job = next(runner.jobs(seed, 1, 5000, "both"))
+    job = next(runner.jobs(seed, 1, 5000, "both", models=1))
+    result = run(job)
+    assert not result.promise, f"{result.promise}: {result.story}\n{job.command()}"
+
+
+@pytest.mark.parametrize("seed", FAILED_WITH_MODELS)
+def test_a_run_of_several_models_that_broke_a_promise_once_keeps_them_all(seed: int) -> None:
+    job = next(runner.jobs(seed, 1, EVENTS, "both"))
     result = run(job)
     assert not result.promise, f"{result.promise}: {result.story}\n{job.command()}"
 
@@ -82,6 +89,19 @@ def test_planting_alone_is_not_noticed() -> None:
 def test_a_core_that_is_wrong_is_noticed(name: str) -> None:
     found = noticed(MUTANTS[name], seeds=40, events=EVENTS, stories_first=True)
     assert found, f"a core that {name} passes: {MUTANTS[name].why}"
+
+
+@pytest.mark.parametrize("says", ["model.take(whole)", "whole >> model.base", "whole"])
+def test_a_worker_that_reads_another_models_part_of_a_view_is_noticed(
+    says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cut(model: view.Model, whole: bytes) -> bytes:
+        bits = eval(says, {"model": model, "whole": bitmap.from_bytes(whole)})
+        return bits.to_bytes(len(whole), "little")
+
+    monkeypatch.setattr(view, "_cut", cut)
+    wrong = any(run(job).promise for job in runner.jobs(0, 6, EVENTS, "both", models=2))
+    assert wrong == (says != "model.take(whole)")
 
 
 def test_a_failing_run_is_replayed_and_shrinks_to_fewer_faults() -> None:

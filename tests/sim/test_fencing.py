@@ -134,12 +134,8 @@ FRAME, CLIENT = "p2p/native/frame.cpp", "experts/native/client_exchange.cpp"
 OPENS = "    uint64_t found = checksum(header_out, frame + P2P_FRAME_HEADER, header_out->length, copy);\n"
 COPIES = "    std::memcpy(copy, frame + P2P_FRAME_HEADER, header_out->length);\n"
 VALIDATES = OPENS.replace(", copy)", ", nullptr)")
-SEQUENCE = Mutant(
-    source=FRAME, says="if (header_out->sequence != sequence) return P2P_E_SEQUENCE;", instead=""
-)
-INCARNATION = Mutant(
-    source=FRAME, says="if (header_out->receiver != receiver) return P2P_E_INCARNATION;", instead=""
-)
+SEQUENCE = Mutant(source=FRAME, says="if (header_out->sequence != sequence) return P2P_E_SEQUENCE;", instead="")
+INCARNATION = Mutant(source=FRAME, says="if (header_out->receiver != receiver) return P2P_E_INCARNATION;", instead="")
 SENDER = Mutant(source=FRAME, says="if (header_out->sender != sender) return P2P_E_SENDER;", instead="")
 CHECKSUM = Mutant(
     source=FRAME,
@@ -151,9 +147,7 @@ USES_THE_SLOT = Mutant(
     says="reinterpret_cast<const float*>(chunk.reply + sizeof(WireHeader))",
     instead="reinterpret_cast<const float*>(static_cast<const uint8_t*>(memory) + P2P_FRAME_OFFSET + 64)",
 )
-ATTEMPT = Mutant(
-    source=CLIENT, says=" || (status != STATUS_INVALID && frame.attempt != chunk.attempt)", instead=""
-)
+ATTEMPT = Mutant(source=CLIENT, says=" || (status != STATUS_INVALID && frame.attempt != chunk.attempt)", instead="")
 NEVER_ASKS_AGAIN = Mutant(source=CLIENT, says="&& now_ns >= server.replan_at_ns", instead="&& false")
 VALIDATES_THEN_COPIES = Mutant(source=FRAME, says=OPENS, instead=VALIDATES + COPIES)
 VALIDATES_THE_SLOT = Mutant(source=FRAME, says=OPENS, instead=COPIES + VALIDATES)
@@ -169,9 +163,7 @@ VALIDATES_THE_SLOT = Mutant(source=FRAME, says=OPENS, instead=COPIES + VALIDATES
         pytest.param(SENDER, DYING, 12_000, id="sender"),
     ],
 )
-def test_without_a_check_wrong_replies_are_accepted(
-    mutant: Mutant, faults: Faults, calls: int, tmp_path: Path
-) -> None:
+def test_without_a_check_wrong_replies_are_accepted(mutant: Mutant, faults: Faults, calls: int, tmp_path: Path) -> None:
     world = World(1, HOSTILE, faults, library=mutant.library(tmp_path))
     if faults is DYING:
         world.asks = world.asks[:ALIKE]

@@ -18,9 +18,7 @@ def main() -> None:
     """Carry one order out."""
     order = json.load(sys.stdin)
     engine = LLM(**order["engine"], logprobs_mode="raw_logits", max_logprobs=-1, skip_tokenizer_init=True)
-    sampling = SamplingParams(
-        temperature=0, max_tokens=order["tokens"], ignore_eos=True, logprobs=-1, detokenize=False
-    )
+    sampling = SamplingParams(temperature=0, max_tokens=order["tokens"], ignore_eos=True, logprobs=-1, detokenize=False)
     prompts = [{"prompt_token_ids": prompt} for prompt in order["prompts"]]
     made = [request.outputs[0] for request in engine.generate(prompts, sampling, use_tqdm=False)]
     logits = [[[step[id].logprob for id in range(len(step))] for step in one.logprobs] for one in made]

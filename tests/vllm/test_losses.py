@@ -102,9 +102,7 @@ def strike(made: World, freeze: bool, rng: random.Random) -> None:
         os.close(handle)
 
 
-def strikes(
-    made: World, kills: int, freezes: int, seed: int
-) -> tuple[list[list[Stream]], dict[str, list[float]]]:
+def strikes(made: World, kills: int, freezes: int, seed: int) -> tuple[list[list[Stream]], dict[str, list[float]]]:
     """Strike expert servers in random order, each time after the pool is whole again, under streams.
 
     Returns all streams, by prompt, and after each fault the longest time between two tokens of one stream in seconds,

@@ -87,9 +87,7 @@ def test_options_that_do_not_go_with_a_pool_are_refused_by_name(version: str, tm
 
 
 @pytest.mark.parametrize("of", ["nobody", "another checkpoint"])
-def test_a_pool_that_is_not_this_model_s_ends_the_start_in_words(
-    of: str, newest: str, tmp_path: Path
-) -> None:
+def test_a_pool_that_is_not_this_model_s_ends_the_start_in_words(of: str, newest: str, tmp_path: Path) -> None:
     folder, other = (write("Qwen3Moe", tmp_path / name, seed=seed) for name, seed in (("a", 1), ("b", 2)))
     with pool_of(other) as cluster:
         if of == "nobody":

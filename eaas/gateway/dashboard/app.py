@@ -1,4 +1,5 @@
-"""/dashboard and its events: the cluster as one view-model, for the page and for `eaas top`.
+"""/dashboard and its events: the cluster as one view-model, for the page and for `eaas top`. Of several models it shows
+one: with ?model=NAME that, else that which this gateway was started with.
 
     GET /dashboard         the page
     GET /dashboard/events  server-sent events: `event: board` with a whole Board as JSON (board.py), at once and
@@ -35,10 +36,10 @@ from eaas.gateway.dashboard.board import WARN, Board, GatewayFacts, Heat, many
 from eaas.gateway.dashboard.compose import Past, Reading, board_of, inspection_of
 from eaas.gateway.dashboard.heat import Flow, heat_of
 from eaas.gateway.dashboard.history import ClusterSnapshot, History, follow, learn
-from router.view import View
+from router.view import ATTENTION, EXPERT, View, of_model
 
 if TYPE_CHECKING:
-    from eaas.gateway.gateway import Gateway
+    from eaas.gateway.gateway import Gateway, Served
 
 log = logging.getLogger(__name__)
 
@@ -51,25 +52,25 @@ MOST_LISTENERS = 16
 
 
 class Dashboard:
-    """Everything on the event loop, but for the calls of `look`."""
+    """What is shown of one model. Everything on the event loop, but for the calls of `look`."""
 
-    def __init__(self, gateway: Gateway, look: Callable[[], ClusterSnapshot]) -> None:
+    def __init__(self, gateway: Gateway, served: Served, look: Callable[[], ClusterSnapshot]) -> None:
         """Args: look: asks the router; blocks shortly, so it is called on another thread."""
-        self._gateway = gateway
+        self._gateway, self._served = gateway, served
         self._look = look
-        metrics = gateway.metrics
+        metrics = served.metrics
         self._past = Past(ttft_bounds_s=metrics.ttft.bounds, itl_bounds_s=metrics.itl.bounds)
         self._history = History()
         self._flow = Flow()
-        self._snapshot = ClusterSnapshot(view=None, heard=False)
         self._as_of_s: float | None = None
         self._looked_s = self._lost_s = time.monotonic()
         self._went_on = 0
-        self._listeners = 0
+        self.listeners = 0
         self._newest = b""
         self._changed = asyncio.Event()
         self._wanted = asyncio.Event()
         self._ends = False
+        self.task = asyncio.get_running_loop().create_task(self._run())
 
     def follow(self, view: View) -> None:
         """Write down what a newer View says has happened."""
@@ -77,47 +78,24 @@ class Dashboard:
         self._history = follow(self._history, view, time.time())
         if self._history.lost[-1:] != lost:
             self._lost_s = time.monotonic()
-        if self._listeners:
+        if self.listeners:
             self._wanted.set()
-
-    @contextlib.asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        """Read the counters, and compose boards while somebody listens."""
-        task = asyncio.get_running_loop().create_task(self._run())
-        try:
-            yield
-        finally:
-            self.close()
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
 
     def close(self) -> None:
         """End every listener."""
         self._ends = True
         self._changed.set()
+        self.task.cancel()
 
-    async def page(self) -> Response:
-        """GET /dashboard."""
-        body, headers = dashboard_page()
-        return Response(body, media_type="text/html; charset=utf-8", headers=headers)
-
-    async def events(self, request: Request) -> Response:
-        """GET /dashboard/events. Raises ApiError (503) where too many listen already."""
-        del request
-        if self._listeners >= MOST_LISTENERS:
-            raise errors.unavailable(
-                f"{self._listeners} views of this gateway are open, the most that it feeds. Close one, or try again.",
-                code="too_many_listeners",
-                after_s=5.0,
-            )
-        self._listeners += 1
+    def events(self) -> Response:
+        """The stream of one listener more."""
+        self.listeners += 1
         self._wanted.set()
         return _Events(self._stream(), self._released)
 
     def _released(self) -> None:
-        self._listeners -= 1
-        if not self._listeners:
+        self.listeners -= 1
+        if not self.listeners:
             # Whoever comes next must not be shown an old board as new.
             self._newest = b""
 
@@ -145,7 +123,7 @@ class Dashboard:
                     next_s = time.monotonic() + TICK_S
                     self._past = self._past.read(self._reading())
                     self._note_moves()
-                if self._listeners or self._unexplained():
+                if self.listeners or self._unexplained():
                     await self._compose()
             except Exception:
                 # A view must never end what it shows.
@@ -160,11 +138,12 @@ class Dashboard:
         return bool(lost) and not lost[-1].reason and time.monotonic() - self._lost_s < 2 * TICK_S
 
     async def _compose(self) -> None:
-        snapshot = await asyncio.to_thread(self._look)
+        served = self._served
+        snapshot = _of_model(await asyncio.to_thread(self._look), served.model.fingerprint)
         now_s, elapsed_s = time.monotonic(), time.monotonic() - self._looked_s
         self._looked_s = now_s
         # The pool's View may be newer than the answer, or the only one.
-        view = self._gateway.pool.view
+        view = served.pool.view
         if snapshot.view is None or (view is not None and view.epoch > snapshot.view.epoch):
             snapshot = replace(snapshot, view=view)
         if snapshot.heard:
@@ -172,7 +151,8 @@ class Dashboard:
         history = self._history = learn(self._history, snapshot, time.time())
         own, past, flow = self._facts(), self._past, self._flow.read(snapshot, now_s)
         as_of_s = self._as_of_s
-        shown, token_text = self._gateway.inspections.shown(), self._gateway.model.tokenizer.token_text
+        shown, token_text = served.pool.inspections.shown(), served.model.tokenizer.token_text
+        models = tuple(self._gateway.listed)
 
         def compose() -> tuple[bytes, Flow]:
             wall_s = time.time()
@@ -187,6 +167,7 @@ class Dashboard:
                 heat=heat,
                 now_s=wall_s,
                 as_of_s=as_of_s,
+                models=models,
                 inspection=inspection_of(shown, token_text) if shown is not None else None,
             )
             return event_of(board), later
@@ -197,15 +178,15 @@ class Dashboard:
         before.set()
 
     def _facts(self) -> GatewayFacts:
-        gateway = self._gateway
-        eta = gateway.pool.eta.sent_now()
+        gateway, served = self._gateway, self._served
+        eta = served.pool.eta.sent_now()
         return GatewayFacts(
-            name=gateway.name,
-            model=gateway.model.name,
+            name=gateway.views.name,
+            model=served.model.name,
             version=gateway.version,
-            unready=gateway.pool.unready_reason(),
-            running=gateway.running,
-            waiting=gateway.pool.waiting,
+            unready=served.pool.unready_reason(),
+            running=served.running,
+            waiting=served.pool.waiting,
             went_on=self._went_on,
             ttft_target_s=gateway.config.ttft_target_s,
             tpot_target_s=gateway.config.tpot_target_s,
@@ -214,7 +195,7 @@ class Dashboard:
         )
 
     def _reading(self) -> Reading:
-        metrics = self._gateway.metrics
+        metrics = self._served.metrics
         return Reading(
             at_s=time.monotonic(),
             wall_s=time.time(),
@@ -238,19 +219,34 @@ class Dashboard:
 
 def add_routes(app: FastAPI, gateway: Gateway) -> None:
     """Serve the page and its events under ``app``."""
-    app.add_api_route("/dashboard", gateway.dashboard.page, methods=["GET"], response_model=None)
-    app.add_api_route("/dashboard/events", gateway.dashboard.events, methods=["GET"], response_model=None)
+
+    async def page() -> Response:
+        """GET /dashboard."""
+        body, headers = dashboard_page()
+        return Response(body, media_type="text/html; charset=utf-8", headers=headers)
+
+    async def events(request: Request) -> Response:
+        """GET /dashboard/events. Raises ApiError: 503 where too many listen already, else as `Gateway.find`."""
+        name = request.query_params.get("model")
+        served = gateway.own if name is None else gateway.find(name)
+        listeners = sum(each.dashboard.listeners for each in gateway.all())
+        if listeners >= MOST_LISTENERS:
+            raise errors.unavailable(
+                f"{listeners} views of this gateway are open, the most that it feeds. Close one, or try again.",
+                code="too_many_listeners",
+                after_s=5.0,
+            )
+        return served.dashboard.events()
+
+    app.add_api_route("/dashboard", page, methods=["GET"], response_model=None)
+    app.add_api_route("/dashboard/events", events, methods=["GET"], response_model=None)
 
 
 class _Events(StreamingResponse):
     """Gives its place back however it ends."""
 
     def __init__(self, content: AsyncIterator[bytes], on_end: Callable[[], None]) -> None:
-        headers = {
-            "cache-control": "no-store",
-            "x-accel-buffering": "no",
-            "x-content-type-options": "nosniff",
-        }
+        headers = {"cache-control": "no-store", "x-accel-buffering": "no", "x-content-type-options": "nosniff"}
         super().__init__(content, media_type="text/event-stream", headers=headers)
         self._on_end = on_end
 
@@ -260,6 +256,19 @@ class _Events(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             self._on_end()
+
+
+def _of_model(snapshot: ClusterSnapshot, hash: str) -> ClusterSnapshot:
+    """What a snapshot says of one model."""
+    whole, rows = snapshot.view, snapshot.rows
+    if whole is None:
+        return snapshot
+    workers = ATTENTION
+    for part in (part for part in whole.models if part.hash == hash):
+        workers = f"{ATTENTION}:{part.name}" if part.number else ATTENTION
+        rows = None if rows is None else rows[part.base : part.base + part.layers * part.experts]
+    pools = {n.partition(":")[0]: size for n, size in snapshot.pools.items() if n in (EXPERT, workers)}
+    return replace(snapshot, view=of_model(whole, hash), rows=rows, pools=pools)
 
 
 def event_of(board: Board) -> bytes:
@@ -277,9 +286,7 @@ def dashboard_page() -> tuple[bytes, dict[str, str]]:
         "MARKS": model.MARK_GLYPHS,
     }
     folder = resources.files(__package__ or "") / "page"
-    page, style, script = (
-        (folder / f"dashboard.{kind}").read_text(encoding="utf-8") for kind in ("html", "css", "js")
-    )
+    page, style, script = ((folder / f"dashboard.{kind}").read_text(encoding="utf-8") for kind in ("html", "css", "js"))
     script = script.replace("/*glyphs*/ {}", msgspec.json.encode(glyphs).decode())
     page = page.replace("/*style*/", style).replace("/*script*/", script)
     policy = (

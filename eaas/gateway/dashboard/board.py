@@ -209,8 +209,7 @@ class Inspection(_Inspecting):
 @dataclass(frozen=True, kw_only=True)
 class Board:
     """Everything. happenings: newest first. as_of_s: when the router was last heard; None: never. facts: of the whole
-    cluster, for one line. pools: those whose processes the router orders.
-    """
+    cluster, for one line. pools: those whose processes the router orders. models: names of all that can be shown."""
 
     at_s: float
     as_of_s: float | None
@@ -229,6 +228,7 @@ class Board:
     heat: Heat
     happenings: tuple[Happening, ...]
     inspection: Inspection | None = None
+    models: tuple[str, ...] = ()
 
 
 def seconds(value: float | None) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from eaas.gateway.dashboard.board import (
     BAD,
@@ -33,7 +33,7 @@ from eaas.gateway.dashboard.board import (
     visible,
 )
 from eaas.gateway.dashboard.history import ClusterSnapshot, History
-from eaas.gateway.status import copies
+from eaas.gateway.status import copies, sleeps
 from eaas.worker.protocol import LayerView
 from router.view import ATTENTION, EXPERT, SERVING, SUSPECT, Member, PoolSize
 
@@ -81,12 +81,7 @@ class Past:
         if self.readings and reading.at_s > self.readings[-1].at_s:
             points = (*points, self._point(self.readings[-1], reading))[-MOST_POINTS:]
         kept = [r for r in self.readings if reading.at_s - r.at_s <= WINDOW_S + 0.5]
-        return Past(
-            ttft_bounds_s=self.ttft_bounds_s,
-            itl_bounds_s=self.itl_bounds_s,
-            readings=(*kept, reading)[-_MOST_READINGS:],
-            points=points,
-        )
+        return replace(self, readings=(*kept, reading)[-_MOST_READINGS:], points=points)
 
     def rates(self) -> Rates:
         """Of the window that ends with the newest reading."""
@@ -120,11 +115,8 @@ class Past:
 
 def quantile(bounds: Sequence[float], counts: Sequence[int], share: float) -> float | None:
     """A quantile of what a histogram counted, as if spread evenly within each bucket; None when it counted nothing.
-
-    Args:
-        bounds: Upper bounds, rising. counts: For each bound, and one above all, of which only the lower end is known.
-        share: 0 to 1.
-    """
+    Args: bounds: upper bounds, rising. counts: for each bound, and one above all, of which only the lower end is known.
+    share: 0 to 1."""
     total = sum(counts)
     if not total:
         return None
@@ -151,16 +143,15 @@ def board_of(
     heat: Heat,
     now_s: float,
     as_of_s: float | None,
+    models: tuple[str, ...] = (),
     inspection: Inspection | None = None,
 ) -> Board:
-    """The board.
-
-    Args:
-        now_s: Since 1970. as_of_s: when a router last answered.
-    """
+    """The board. Args: snapshot, history, heat: of the model that it shows. models: the names of all. now_s: since
+    1970. as_of_s: when a router last answered."""
     view = snapshot.view
-    least, short = copies(view) if view is not None else (0, 0)
     wanted = view.replicas_wanted if view is not None else 0
+    asleep = view is not None and sleeps(view)
+    least, short = (wanted, 0) if asleep else copies(view) if view is not None else (0, 0)
     pools, rates = snapshot.pools, past.rates()
     serving = sum(server.state == SERVING for server in heat.servers)
     reasons = (
@@ -180,7 +171,7 @@ def board_of(
         facts=(
             own.model,
             f"servers {serving}/{pools[EXPERT].wanted}" if EXPERT in pools else f"servers {serving}",
-            f"copies {least}/{wanted}",
+            "asleep" if asleep else f"copies {least}/{wanted}",
             f"epoch {view.epoch if view is not None else '?'}",
         ),
         epoch=view.epoch if view is not None else None,
@@ -195,6 +186,7 @@ def board_of(
         heat=heat,
         happenings=history.happenings[:_SHOWN_HAPPENINGS],
         inspection=inspection,
+        models=models,
     )
 
 

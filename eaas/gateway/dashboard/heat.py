@@ -66,17 +66,9 @@ class Flow:
         return sum(found) / len(found) if found else None
 
 
-def spread(
-    rates: NDArray[np.float64], serving: Mapping[str, bytes], shape: tuple[int, int]
-) -> dict[str, NDArray]:
-    """Rows a second of each layer on each server, the rows of an expert spread evenly over its copies.
-
-    Args:
-        rates: [layers * experts]. serving: bitmap of each server. shape: (layers, experts).
-
-    Returns:
-        [layers] by server.
-    """
+def spread(rates: NDArray[np.float64], serving: Mapping[str, bytes], shape: tuple[int, int]) -> dict[str, NDArray]:
+    """Rows a second of each layer on each server, [layers] by its name: the rows of an expert spread evenly over its
+    copies. Args: rates: [layers * experts]. serving: bitmap of each server. shape: (layers, experts)."""
     pairs = shape[0] * shape[1]
     held = {name: _bits(bits, pairs) for name, bits in serving.items()}
     on = sum(held.values(), np.zeros(pairs))
@@ -90,11 +82,8 @@ def _bits(packed: bytes, pairs: int) -> NDArray[np.float64]:
 
 
 def heat_of(view: View, flow: Flow, history: History, now_s: float, elapsed_s: float) -> tuple[Heat, Flow]:
-    """The heat map, and the flow with what stands for full heat from now on.
-
-    Args:
-        now_s: Since 1970, as in the history. elapsed_s: Since the last heat map.
-    """
+    """The heat map, and the flow with what stands for full heat from now on. Args: now_s: Since 1970, as in the
+    history. elapsed_s: Since the last heat map."""
     members = view.pool(EXPERT)
     rates = flow.rates()
     loads: dict[str, NDArray] = {}

@@ -26,20 +26,9 @@ from eaas.gateway.dashboard.board import (
     many,
     seconds,
 )
-from eaas.gateway.status import RouterStatus, copies, everything
+from eaas.gateway.status import RouterStatus, copies, sleeps
 from router import bitmap
-from router.view import (
-    ATTENTION,
-    DRAINING,
-    EXPERT,
-    SERVING,
-    SUSPECT,
-    GoneMember,
-    Member,
-    PoolSize,
-    Retirement,
-    View,
-)
+from router.view import ATTENTION, DRAINING, EXPERT, SERVING, SUSPECT, GoneMember, Member, PoolSize, Retirement, View
 
 MOST_HAPPENINGS = 200
 # A lost server keeps its column, and a change its mark, for as long as an operator needs to see it.
@@ -94,7 +83,6 @@ class Mark:
 class Move:
     """Copies gained and given up by server, in changes of the placement that came one after another."""
 
-    at_s: float
     last_s: float
     gained: Mapping[str, int]
     given_up: Mapping[str, int]
@@ -215,10 +203,7 @@ def _became(history: History, was: Member | None, member: Member, now_s: float) 
         DRAINING: ("drains", INFO, f"{name} drains"),
     }.get(member.state)
     if member.state == SERVING:
-        back = {
-            SUSPECT: ("well", GOOD, f"{name} is well again"),
-            DRAINING: ("stays", INFO, f"{name} stays after all"),
-        }
+        back = {SUSPECT: ("well", GOOD, f"{name} is well again"), DRAINING: ("stays", INFO, f"{name} stays after all")}
         told = back.get(before)
         if told is None:
             return _serves(history, member, now_s)
@@ -261,13 +246,9 @@ def _moved(history: History, known: Mapping[str, Member], view: View, now_s: flo
     if move is not None and now_s - move.last_s <= _ONE_MOVE_S:
         rest = tuple(x for x in history.happenings if (x.kind, x.at_s) != ("moved", move.last_s))
         history = replace(history, happenings=rest)
-        gained, given_up = (
-            dict(Counter(move.gained) + Counter(gained)),
-            dict(Counter(move.given_up) + Counter(given_up)),
-        )
-    else:
-        move = None
-    move = Move(at_s=move.at_s if move else now_s, last_s=now_s, gained=gained, given_up=given_up)
+        gained = dict(Counter(move.gained) + Counter(gained))
+        given_up = dict(Counter(move.given_up) + Counter(given_up))
+    move = Move(last_s=now_s, gained=gained, given_up=given_up)
     history = replace(history, marks=marks, move=move)
     return history.tell(now_s, "moved", INFO, _move_text(move, view.epoch))
 
@@ -277,16 +258,14 @@ def _move_text(move: Move, epoch: int) -> str:
     parts: list[str] = []
     for name in names:
         signs = [
-            f"{sign}{counted[name]}"
-            for sign, counted in (("+", move.gained), ("−", move.given_up))
-            if name in counted
+            f"{sign}{counted[name]}" for sign, counted in (("+", move.gained), ("−", move.given_up)) if name in counted
         ]
         parts.append(f"{name} {' '.join(signs)}")
     return f"copies moved: {listed(parts)} (epoch {epoch})"
 
 
 def _redundancy(history: History, view: View, now_s: float) -> History:
-    if not everything(view):
+    if not view.layers * view.experts or sleeps(view):
         return history
     least, short = copies(view)
     if least >= view.replicas_wanted:

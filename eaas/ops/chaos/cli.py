@@ -25,6 +25,7 @@ from eaas.ops.chaos.plan import (
     words_of,
 )
 from eaas.ops.terminal import DEFAULT_URL, Url, errors, failing_on, say, takes
+from router import child
 from router.faults import KINDS, POINT_WAIT_S, Fault, FaultInvalid
 
 _EXIT = "Exit codes: 0 done, 1 refused (the reason is printed), 2 the command line can't be read, 130 interrupted."
@@ -36,8 +37,7 @@ chaos_app = typer.Typer(
     "`eaas serve --allow-chaos`.\n\n" + _EXIT,
 )
 _Admin = Annotated[
-    str,
-    typer.Option(help="http://HOST:PORT of a router's admin listener instead, for clusters on other hosts."),
+    str, typer.Option(help="http://HOST:PORT of a router's admin listener instead, for clusters on other hosts.")
 ]
 _KeyFile = Annotated[Path | None, typer.Option(help="File with the key that --admin wants.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON, one line for each event.")]
@@ -49,15 +49,9 @@ _REACH: dict[str, tuple[Any, Any]] = {
     "as_json": (_Json, False),
 }
 _WHOM: dict[str, tuple[Any, Any]] = {
-    "member": (
-        Annotated[str, typer.Argument(help="A member, such as expert/3; `eaas status` lists them.")],
-        "",
-    ),
+    "member": (Annotated[str, typer.Argument(help="A member, such as expert/3; `eaas status` lists them.")], ""),
     "target": (Annotated[str, typer.Option(help="The same, as an option.")], ""),
-    "pool": (
-        Annotated[str, typer.Option(help="Some of a pool instead: expert, attention, gateway or router.")],
-        "",
-    ),
+    "pool": (Annotated[str, typer.Option(help="Some of a pool instead: expert, attention, gateway or router.")], ""),
     "mode": (Annotated[str, typer.Option(help="Of the pool: one, all, fixed:2 or percent:25.")], "one"),
 }
 # By the words of a plan, in the order of the help.
@@ -77,8 +71,7 @@ _OWN: dict[str, Any] = {
     "rail": Annotated[str | None, typer.Option(help="Device that goes down.")],
 }
 _WITHIN = Annotated[
-    str | None,
-    typer.Option(help="Longest wait for the point that --where names: 30s; at most 60s, the default."),
+    str | None, typer.Option(help="Longest wait for the point that --where names: 30s; at most 60s, the default.")
 ]
 _SEED = (Annotated[int, typer.Option(min=0, help="Of the choice, and of what is random in the fault.")], 0)
 
@@ -98,9 +91,7 @@ def _add_verb(kind: str) -> None:
         said = {word: given[name] for word, name in names.items()}
         with failing_on(PlanInvalid, FaultInvalid):
             if given["member"] and given["target"]:
-                raise PlanInvalid(
-                    f"two targets given, {given['member']} and {given['target']}; one is needed."
-                )
+                raise PlanInvalid(f"two targets given, {given['member']} and {given['target']}; one is needed.")
             if not (given["member"] or given["target"] or given["pool"]):
                 raise PlanInvalid(
                     f"{kind} whom? Name a member (`eaas status` lists them), or --pool expert for one of a pool. "
@@ -139,9 +130,7 @@ def run(
 
 
 @chaos_app.command("list")
-def list_faults(
-    url: Url = DEFAULT_URL, admin: _Admin = "", key_file: _KeyFile = None, as_json: _Json = False
-) -> None:
+def list_faults(url: Url = DEFAULT_URL, admin: _Admin = "", key_file: _KeyFile = None, as_json: _Json = False) -> None:
     """Show the faults that last.
 
     Example: eaas chaos list --json
@@ -207,8 +196,7 @@ def _carry_out(plan: Plan, dry_run: bool, url: str, admin: str, key_file: Path |
                 else:
                     say(f"{step['at_s']:7.1f} s  {'would ' if step['targets'] else ''}{step['text']}")
             raise typer.Exit(0 if all(step["targets"] for step in steps) else 1)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, lambda *_: stop.set())
+        child.on_signals(stop.set, signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         events = run_plan(plan, injector, on_event=tell, stop=stop)
     if stop.is_set():
         raise typer.Exit(130)

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from eaas.cluster.status import GatewayUnreachable, fetch_status
+from eaas.cluster.status import GatewayUnreachable, fetch_status, said_by
 from eaas.ops.chaos.plan import in_words
 from p2p import thaw
 from router.client import FaultRefused, RouterClient, RouterUnavailable
@@ -40,11 +40,8 @@ class ChaosRefused(RuntimeError):
 
 
 def members_of(url: str, timeout_s: float = 5.0) -> list[dict[str, Any]]:
-    """The members of the cluster behind the gateway at `url`, router and gateway among them.
-
-    Raises:
-        ChaosRefused: no gateway answers there.
-    """
+    """The members of the cluster behind the gateway at `url`, router and gateway among them. Raises ChaosRefused: no
+    gateway answers there."""
     try:
         return fetch_status(url, timeout_s)["members"]
     except GatewayUnreachable as error:
@@ -52,11 +49,8 @@ def members_of(url: str, timeout_s: float = 5.0) -> list[dict[str, Any]]:
 
 
 def names_of(members: Iterable[Mapping[str, Any]], pool: str = "") -> list[str]:
-    """Names of members, by pool and number; of a pool, only those at work.
-
-    Args:
-        members: With "name", "pool" and "state" each.
-    """
+    """Names of members, by pool and number; of a pool, only those at work. Args: members: With "name", "pool" and
+    "state" each."""
     found = [m["name"] for m in members if not pool or (m["pool"] == pool and m["state"] in _USABLE)]
     return sorted(found, key=lambda name: (name.partition("/")[0], int(name.partition("/")[2])))
 
@@ -71,15 +65,10 @@ class NotTaken(ChaosRefused):
 
 
 def open_injector(url: str, admin: str = "", key_file: Path | None = None) -> Injector:
-    """The way to a cluster.
+    """The way to a cluster. Raises ChaosRefused: nobody answers, or the key cannot be read.
 
-    Args:
-        url: Of the gateway, on this host.
-        admin: Of the router's admin listener; then the gateway is not asked. key_file: with the key that it wants.
-
-    Raises:
-        ChaosRefused: nobody answers, or the key cannot be read.
-    """
+    Args: url: of the gateway, on this host. admin: of the router's admin listener; then the gateway is not asked.
+    key_file: with the key that it wants."""
     return ByAdmin(admin, key_file) if admin else ByGateway(url)
 
 
@@ -110,9 +99,7 @@ class ByGateway:
             return self._signal(names, fault)
         for name in names:
             if name.partition("/")[0] == "router":
-                raise ChaosRefused(
-                    f"{fault.kind} cannot be done to {name}; only kill and freeze at once can."
-                )
+                raise ChaosRefused(f"{fault.kind} cannot be done to {name}; only kill and freeze at once can.")
         return self._ask(lambda client: client.inject(names, fault)), in_words(names, fault)
 
     def _signal(self, names: Sequence[str], fault: Fault) -> tuple[str, str]:
@@ -123,7 +110,10 @@ class ByGateway:
                 id = self._ask(lambda client: client.inject(names, fault, timeout_s=_SIGNAL_S))
         if fault.kind == "kill":
             if not id:
-                kill_pids(pids_of(self._members), names)
+                # Opened first: none is killed where one is unknown.
+                with _opened(pids_of(self._members), names) as opened:
+                    for name, pidfd in opened.items():
+                        _send(pidfd, signal.SIGKILL, name)
             return id, "killed " + ", ".join(f"{name} (pid {pids.get(name, '?')})" for name in names)
         try:
             frozen = Frozen(pids_of(self._members), names, stop=not id)
@@ -159,9 +149,7 @@ class ByGateway:
         thawed = [name for name in pids if name not in replaced]
         said = [f"thawed {', '.join(thawed)}"] if thawed else []
         if replaced:
-            said.append(
-                f"{', '.join(replaced)} {'was' if len(replaced) == 1 else 'were'} replaced while frozen"
-            )
+            said.append(f"{', '.join(replaced)} {'was' if len(replaced) == 1 else 'were'} replaced while frozen")
         return "; ".join(said)
 
     def clear(self, id: str) -> list[str]:
@@ -187,10 +175,7 @@ class ByGateway:
         frozen = [name for name in stopped(pids_of(self._members)) if name not in known]
         found = [(one.fault.to_dict(), list(one.names), one.remaining_s) for one in told]
         found += [({"id": name, "kind": "freeze"}, [name], None) for name in frozen]
-        return [
-            {"fault": fault, "names": names, "remaining_s": remaining_s}
-            for fault, names, remaining_s in found
-        ]
+        return [{"fault": fault, "names": names, "remaining_s": remaining_s} for fault, names, remaining_s in found]
 
     def _ask(self, ask: Callable[[RouterClient], T]) -> T:
         if self._router is None:
@@ -255,7 +240,8 @@ class ByAdmin:
             with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as reply:
                 return json.load(reply)
         except urllib.error.HTTPError as error:
-            raise ChaosRefused(_message(error)) from None
+            other = f"{error.url} answered {error.code}, and not as an admin listener does."
+            raise ChaosRefused(said_by(error) or other) from None
         except (OSError, ValueError) as error:
             raise ChaosRefused(
                 f"No admin listener answers at {self._address} ({error}). `eaas serve --admin-port 0` prints one."
@@ -265,28 +251,10 @@ class ByAdmin:
         """Nothing is held."""
 
 
-def _message(error: urllib.error.HTTPError) -> str:
-    try:
-        return json.load(error)["error"]["message"]
-    except (ValueError, KeyError, TypeError):
-        return f"{error.url} answered {error.code}, and not as an admin listener does."
-
-
 Injector = ByGateway | ByAdmin
 
 # By pid: what a crash and a hung host look like from outside. It needs nothing of the cluster but the gateway's list of
 # pids, and works on the router and the gateway as well, and while the router is dead.
-
-
-def kill_pids(pids: Mapping[str, int], names: Sequence[str]) -> None:
-    """End members with SIGKILL. Raises ChaosRefused, before any is killed if one is unknown.
-
-    Args:
-        pids: Of every member, by name.
-    """
-    with _opened(pids, names) as opened:
-        for name, pidfd in opened.items():
-            _send(pidfd, signal.SIGKILL, name)
 
 
 def stopped(pids: Mapping[str, int]) -> list[str]:
@@ -388,9 +356,7 @@ def _open_member(pids: Mapping[str, int], target: str) -> int:
         if any(module in command for module in _MODULES):
             return pidfd
     os.close(pidfd)
-    raise ChaosRefused(
-        f"Pid {pid} is not a process of EaaS on this host; {target} runs elsewhere or has ended."
-    )
+    raise ChaosRefused(f"Pid {pid} is not a process of EaaS on this host; {target} runs elsewhere or has ended.")
 
 
 def _send(pidfd: int, number: signal.Signals, target: str) -> None:
@@ -399,6 +365,4 @@ def _send(pidfd: int, number: signal.Signals, target: str) -> None:
     except ProcessLookupError:
         raise ChaosRefused(f"{target} has ended by itself.") from None
     except PermissionError:
-        raise ChaosRefused(
-            f"{target} belongs to another user; run this as the user who started the cluster."
-        ) from None
+        raise ChaosRefused(f"{target} belongs to another user; run this as the user who started the cluster.") from None

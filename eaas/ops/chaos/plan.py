@@ -26,24 +26,20 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from router.faults import KINDS, POINT_WAIT_S, Fault, FaultInvalid
 from router.view import POOLS
+
+if TYPE_CHECKING:
+    from random import Random
 
 _SECONDS: Final = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "": 1.0, "m": 60.0, "h": 3600.0}
 _DURATION: Final = re.compile(r"(\d+(?:\.\d+)?)\s*(us|ms|s|m|h|)")
 _MODE: Final = re.compile(r"one|all|fixed:(\d+)|percent:(\d+)")
 # Words of a fault in a plan, and those of router.faults that they become.
-WORDS: Final = {
-    "for": "for_s",
-    "by": "by_s",
-    "times": "times",
-    "share": "share",
-    "peers": "peers",
-    "where": "where",
-    "after": "after",
-    "rail": "rail",
+WORDS: Final = {"for": "for_s", "by": "by_s"} | {
+    word: word for word in ("times", "share", "peers", "where", "after", "rail")
 }
 # What a fault is by hand, where nothing else is said.
 BY_HAND: Final[Mapping[str, Any]] = {"for": "10s", "times": 10.0, "by": "5ms", "share": 0.1}
@@ -51,10 +47,7 @@ BY_HAND: Final[Mapping[str, Any]] = {"for": "10s", "times": 10.0, "by": "5ms", "
 TEXTS: Final = {
     "kill": ("End processes with SIGKILL, as a crash would.", "kill expert/1"),
     "freeze": ("Stop processes with SIGSTOP for a while, as a hung host would.", "freeze expert/2 --for 5s"),
-    "slow": (
-        "Make expert servers take longer for their work.",
-        "slow --pool expert --mode percent:25 --times 10",
-    ),
+    "slow": ("Make expert servers take longer for their work.", "slow --pool expert --mode percent:25 --times 10"),
     "delay": ("Make every frame from and to members late.", "delay expert/1 --by 5ms --for 30s"),
     "loss": ("Lose a share of the frames from and to members.", "loss expert/1 --share 0.1 --seed 7"),
     "partition": ("Cut members off from the others, or from some.", "partition expert/1 --peers attention/1"),
@@ -70,14 +63,6 @@ _LONGEST_PLAN_S: Final = 86400.0
 
 class PlanInvalid(ValueError):
     """A plan that cannot be carried out; the text says what was found, what is needed and what to do."""
-
-
-class Dice(Protocol):
-    """What a choice is made with, such as `random.Random`."""
-
-    def sample(self, population: Sequence[str], k: int) -> list[str]:
-        """`k` of them, each at most once."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,9 +81,7 @@ class Select:
 
     def __post_init__(self) -> None:
         if bool(self.target) == bool(self.pool):
-            found = (
-                f"target {self.target!r} and pool {self.pool!r}" if self.target else "neither target nor pool"
-            )
+            found = f"target {self.target!r} and pool {self.pool!r}" if self.target else "neither target nor pool"
             raise PlanInvalid(
                 f'{found} given; one of them is needed: a member (target "expert/3") or a pool (pool "expert").'
             )
@@ -133,9 +116,7 @@ class Step:
 
     def __post_init__(self) -> None:
         if not 0 < self.within_s <= POINT_WAIT_S:
-            raise PlanInvalid(
-                f"within is {self.within_s:g} s; above 0 and at most {POINT_WAIT_S:g} s is needed."
-            )
+            raise PlanInvalid(f"within is {self.within_s:g} s; above 0 and at most {POINT_WAIT_S:g} s is needed.")
         if self.within_s != POINT_WAIT_S and not self.waits:
             raise PlanInvalid("within goes with where, of a kill or a freeze: leave it out, or name a point.")
 
@@ -195,17 +176,11 @@ class FaultEvent:
 
 
 def read_plan(path: Path) -> Plan:
-    """The plan in a file.
-
-    Raises:
-        PlanInvalid: no such file, or no such plan in it.
-    """
+    """The plan in a file. Raises PlanInvalid: no such file, or no such plan in it."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise PlanInvalid(
-            f"{path} cannot be read ({error}); name a TOML file with [[fault]] tables."
-        ) from None
+        raise PlanInvalid(f"{path} cannot be read ({error}); name a TOML file with [[fault]] tables.") from None
     try:
         return parse_plan(text)
     except PlanInvalid as error:
@@ -225,11 +200,7 @@ def parse_plan(text: str) -> Plan:
     if type(seed) is not int or not 0 <= seed < 1 << 63:
         raise PlanInvalid(f"seed is {seed!r}; a whole number from 0 is needed.")
     tables = said.get("fault", [])
-    if (
-        not isinstance(tables, list)
-        or not tables
-        or not all(isinstance(t, dict) for t in cast(list[Any], tables))
-    ):
+    if not isinstance(tables, list) or not tables or not all(isinstance(t, dict) for t in cast(list[Any], tables)):
         raise PlanInvalid("no fault found; at least one [[fault]] table is needed.")
     steps: list[Step] = []
     for number, table in enumerate(cast(list[dict[str, Any]], tables), 1):
@@ -261,33 +232,18 @@ def _step(table: Mapping[str, Any], seed: int) -> Step:
 
 
 def fault_of(kind: str, seed: int, options: Mapping[str, Any]) -> Fault:
-    """A fault from the words of a plan or of a command line; its id is empty.
-
-    Args:
-        options: By the words in WORDS; durations as text ("5ms") or seconds.
-
-    Raises:
-        PlanInvalid, FaultInvalid: a value makes no sense, or the kind does not take it.
-    """
-    said = {
-        WORDS[word]: seconds(value) if word in ("for", "by") else value for word, value in options.items()
-    }
+    """A fault from the words of a plan or of a command line; its id is empty. Args: options: by the words in WORDS;
+    durations as text ("5ms") or seconds. Raises PlanInvalid, FaultInvalid: a value makes no sense, or the kind does not
+    take it."""
+    said = {WORDS[word]: seconds(value) if word in ("for", "by") else value for word, value in options.items()}
     if kind == "kill" and "for_s" in said:
         raise PlanInvalid("kill takes no for: what is killed stays so; leave it out, or freeze it.")
     return Fault.from_dict({"id": "", "kind": kind, "seed": seed, **said})
 
 
-def plan_by_hand(
-    kind: str, options: Mapping[str, Any], select: Select, seed: int, within: Any = POINT_WAIT_S
-) -> Plan:
-    """One fault, at once.
-
-    Args:
-        options: By the words in WORDS; what is not said, or None, is as `by_hand` has it.
-
-    Raises:
-        PlanInvalid, FaultInvalid: as `fault_of`.
-    """
+def plan_by_hand(kind: str, options: Mapping[str, Any], select: Select, seed: int, within: Any = POINT_WAIT_S) -> Plan:
+    """One fault, at once. Args: options: by the words in WORDS; what is not said, or None, is as `by_hand` has it.
+    Raises PlanInvalid, FaultInvalid: as `fault_of`."""
     said = {word: by_hand(kind, word) for word in words_of(kind)} | dict(options)
     fault = fault_of(kind, seed, {word: value for word, value in said.items() if value is not None})
     step = Step(at_s=0.0, select=select, fault=fault, within_s=seconds(within))
@@ -314,18 +270,11 @@ def seconds(said: Any) -> float:
     raise PlanInvalid(f"{said!r} is no duration; give a number with us, ms, s, m or h, such as 30s or 5ms.")
 
 
-def choose(select: Select, members: Sequence[str], dice: Dice) -> list[str]:
-    """Whom to hit, of those who are there.
+def choose(select: Select, members: Sequence[str], dice: Random) -> list[str]:
+    """Whom to hit, of those who are there: at least one name, sorted; the same for the same dice and members, in
+    whatever order these come. Raises PlanInvalid: the target is not there, or too few of the pool are.
 
-    Args:
-        members: Names, as "expert/3"; what stands before the slash is the pool.
-
-    Returns:
-        At least one name, sorted; the same for the same dice and members, in whatever order these come.
-
-    Raises:
-        PlanInvalid: the target is not there, or too few of the pool are.
-    """
+    Args: members: names, as "expert/3"; what stands before the slash is the pool."""
     there = ", ".join(members) or "nobody"
     if select.target:
         if select.target not in members:
@@ -337,20 +286,14 @@ def choose(select: Select, members: Sequence[str], dice: Dice) -> list[str]:
     if how == "percent":
         wanted = max(1, math.ceil(len(found) * wanted / 100))
     if len(found) < wanted:
-        raise PlanInvalid(
-            f"{select} needs {wanted} members, found {len(found)}; there are: {there}. Ask for fewer."
-        )
+        raise PlanInvalid(f"{select} needs {wanted} members, found {len(found)}; there are: {there}. Ask for fewer.")
     return sorted(dice.sample(found, wanted))
 
 
 def in_words(names: Sequence[str], fault: Fault) -> str:
     """A fault as a line of text: what, with whom, how long."""
     said = fault.to_dict()
-    how = [
-        f"{word} {said[word]}"
-        for word in ("times", "by_s", "share", "where", "after", "rail")
-        if word in said
-    ]
+    how = [f"{word} {said[word]}" for word in ("times", "by_s", "share", "where", "after", "rail") if word in said]
     if fault.peers:
         how.append(f"with {', '.join(fault.peers)}")
     if fault.kind != "kill":

@@ -22,20 +22,12 @@ def run_plan(
     on_event: Callable[[FaultEvent], object] = lambda event: None,
     stop: threading.Event | None = None,
 ) -> list[FaultEvent]:
-    """Inject the faults of a plan when they are due, and wait until the last is over.
+    """Inject the faults of a plan when they are due, and wait until the last is over; all events, in the order in which
+    they came. Args: url: of the gateway of a local cluster, or a way to another. Raises ChaosRefused: nobody answers
+    there.
 
     Members are chosen when a fault is due, among those there then. Whatever ends this early (`stop`, Ctrl-C, a failure
-    of `on_event`) ends the faults that last.
-
-    Args:
-        url: Of the gateway of a local cluster, or a way to another.
-
-    Returns:
-        All events, in the order in which they came.
-
-    Raises:
-        ChaosRefused: nobody answers there.
-    """
+    of `on_event`) ends the faults that last."""
     run = _Run(open_injector(url) if isinstance(url, str) else url, plan, on_event)
     try:
         run.carry_out(stop or threading.Event())
@@ -47,11 +39,8 @@ def run_plan(
 
 
 def targets_of(plan: Plan, number: int, step: Step, injector: Injector) -> list[str]:
-    """Whom a step hits, were it due now. Raises PlanInvalid, ChaosRefused.
-
-    Args:
-        number: Of the step in its plan; each has dice of its own, so that one left out changes no other.
-    """
+    """Whom a step hits, were it due now. Raises PlanInvalid, ChaosRefused. Args: number: Of the step in its plan; each
+    has dice of its own, so that one left out changes no other."""
     dice = Random(f"{plan.seed} fault {number}")
     return choose(step.select, names_of(injector.members(), step.select.pool), dice)
 
@@ -142,11 +131,8 @@ class _Run:
 
 
 def rehearse(plan: Plan, injector: Injector) -> list[dict[str, Any]]:
-    """What a plan would do were it carried out on the cluster as it is now; nothing is done.
-
-    Returns:
-        {"at_s", "fault", "targets", "text"} of each step; without targets where the text says why it cannot be.
-    """
+    """What a plan would do were it carried out on the cluster as it is now; nothing is done. Returns: {"at_s", "fault",
+    "targets", "text"} of each step; without targets where the text says why it cannot be."""
     rehearsed: list[dict[str, Any]] = []
     for number, step in enumerate(plan.steps):
         fault = {word: value for word, value in step.fault.to_dict().items() if word != "id"}

@@ -17,28 +17,21 @@ from eaas.ops.terminal import DEFAULT_URL, failing_on, takes
 class Options:
     """What the user asked for, in the user's words."""
 
-    url: Annotated[str, typer.Argument(help="Of any OpenAI-compatible endpoint, with or without /v1.")] = (
-        DEFAULT_URL
-    )
+    url: Annotated[str, typer.Argument(help="Of any OpenAI-compatible endpoint, with or without /v1.")] = DEFAULT_URL
     rate: Annotated[float | None, typer.Option(help="Requests per second, in the mean; default 1.")] = None
     arrivals: Annotated[
         str,
         typer.Option(
-            help="constant, poisson, gamma:SHAPE (below 1 is burstier), closed:STREAMS (each waits for its "
-            "answer)."
+            help="constant, poisson, gamma:SHAPE (below 1 is burstier), closed:STREAMS (each waits for its answer)."
         ),
     ] = "poisson"
-    for_: Annotated[
-        str | None, typer.Option("--for", help="Send for so long: 60s (the default), 500ms, 5m.")
-    ] = None
+    for_: Annotated[str | None, typer.Option("--for", help="Send for so long: 60s (the default), 500ms, 5m.")] = None
     requests: Annotated[int | None, typer.Option(min=1, help="Send no more than so many.")] = None
     model: Annotated[str, typer.Option(help="Default: the first that the endpoint lists.")] = ""
     chat: Annotated[bool, typer.Option("--chat", help="Use /v1/chat/completions.")] = False
     prompts: Annotated[
         Path | None,
-        typer.Option(
-            help='Texts, one in a line, or JSON lines with "prompt" or "messages" and perhaps "max_tokens".'
-        ),
+        typer.Option(help='Texts, one in a line, or JSON lines with "prompt" or "messages" and perhaps "max_tokens".'),
     ] = None
     prompt_tokens: Annotated[
         int | None, typer.Option(min=1, help="Length of made-up prompts; default 32. Random words by seed.")
@@ -47,9 +40,7 @@ class Options:
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Answers of full length, where the endpoint knows that word.")
     ] = False
-    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy; else each request has a seed.")] = (
-        0.0
-    )
+    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy; else each request has a seed.")] = 0.0
     seed: Annotated[int, typer.Option(min=0, help="Of arrivals, prompts and sampling.")] = 0
     slo_ttft: Annotated[str | None, typer.Option(help="Goodput counts requests up to this: 500ms.")] = None
     slo_tpot: Annotated[str | None, typer.Option(help="The same for the time of each output token.")] = None
@@ -62,12 +53,8 @@ class Options:
     ] = False
     warmup: Annotated[str, typer.Option(help="Left out of the throughput before the first fault.")] = "2s"
     timeout: Annotated[str, typer.Option(help="Longest wait for a request to end.")] = "10m"
-    api_key_env: Annotated[str, typer.Option(help="Environment variable with the endpoint's key.")] = (
-        "OPENAI_API_KEY"
-    )
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the report as JSON; - prints it.")
-    ] = None
+    api_key_env: Annotated[str, typer.Option(help="Environment variable with the endpoint's key.")] = "OPENAI_API_KEY"
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the report as JSON; - prints it.")] = None
     records_file: Annotated[
         Path | None, typer.Option("--records", help="Write every request's record, one line of JSON each.")
     ] = None

@@ -51,11 +51,8 @@ class Endpoint:
 
     @classmethod
     def of_url(cls, url: str, *, chat: bool | None = None, key: str = "") -> Endpoint:
-        """From http://HOST:PORT, with or without /v1, /v1/completions or /v1/chat/completions.
-
-        Raises:
-            EndpointInvalid: no such URL.
-        """
+        """From http://HOST:PORT, with or without /v1, /v1/completions or /v1/chat/completions. Raises EndpointInvalid:
+        no such URL."""
         try:
             parts = urlsplit(url if "://" in url else f"http://{url}")
             port = parts.port or (443 if parts.scheme == "https" else 80)
@@ -76,7 +73,6 @@ class Endpoint:
 
     @property
     def path(self) -> str:
-        """Path of the requests."""
         return f"{self.base}/v1/{'chat/' if self.chat else ''}completions"
 
     @property
@@ -87,7 +83,6 @@ class Endpoint:
 
     @property
     def headers(self) -> Mapping[str, str]:
-        """Headers of every request."""
         named = {"host": self.origin.partition("//")[2], "user-agent": "eaas-load"}
         return named | ({"authorization": f"Bearer {self.key}"} if self.key else {})
 
@@ -278,11 +273,8 @@ class _Connection(asyncio.Protocol):
 
 
 class Client:
-    """A pool of connections to one endpoint. Every time is counted from `start`.
-
-    Attributes:
-        pieces: Pieces of text that have come, over all streams.
-    """
+    """A pool of connections to one endpoint. Every time is counted from `start`. Attributes: pieces: Pieces of text
+    that have come, over all streams."""
 
     def __init__(self, endpoint: Endpoint, timeout_s: float) -> None:
         self.endpoint = endpoint
@@ -347,13 +339,11 @@ class Client:
         self._idle.append(connection)
 
     def forget(self, connection: _Connection) -> None:
-        """A connection has closed."""
         self._busy.discard(connection)
         if connection in self._idle:
             self._idle.remove(connection)
 
     def close(self) -> None:
-        """Close all connections."""
         for connection in [*self._idle, *self._busy]:
             connection.abort("closed: by this client")
         self._idle.clear()

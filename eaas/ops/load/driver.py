@@ -52,9 +52,7 @@ class Driver:
             self._launch(self._send(index, planned_s, body))
         await self._finish()
 
-    async def closed_loop(
-        self, streams: int, *, for_s: float = math.inf, requests: int | None = None
-    ) -> None:
+    async def closed_loop(self, streams: int, *, for_s: float = math.inf, requests: int | None = None) -> None:
         """Keep so many requests in flight until one of both ends is reached; returns when all have ended."""
         numbers = itertools.count() if requests is None else range(requests)
         await self.each(map(self._workload.index, numbers), streams, for_s=for_s)
@@ -132,9 +130,7 @@ async def learn_models(endpoint: Endpoint, timeout_s: float = 10.0) -> list[dict
     Raises:
         EndpointUnreachable: nothing answers, or something else does.
     """
-    request = urllib.request.Request(
-        f"{endpoint.origin}{endpoint.base}/v1/models", headers=dict(endpoint.headers)
-    )
+    request = urllib.request.Request(f"{endpoint.origin}{endpoint.base}/v1/models", headers=dict(endpoint.headers))
 
     def fetch() -> list[dict[str, Any]]:
         with urllib.request.urlopen(request, timeout=timeout_s) as response:
@@ -148,9 +144,7 @@ async def learn_models(endpoint: Endpoint, timeout_s: float = 10.0) -> list[dict
 
 def _why_no_models(endpoint: Endpoint, error: Exception) -> str:
     if isinstance(error, urllib.error.HTTPError) and error.code in (401, 403):
-        found = (
-            "does not take the key that it was sent" if endpoint.key else "asks for a key and was sent none"
-        )
+        found = "does not take the key that it was sent" if endpoint.key else "asks for a key and was sent none"
         return (
             f"{endpoint.origin}{endpoint.base} {found} (status {error.code}). Put one into the environment variable "
             f"that --api-key-env names, OPENAI_API_KEY by default."
@@ -162,11 +156,8 @@ def _why_no_models(endpoint: Endpoint, error: Exception) -> str:
 
 
 async def learn_cost(endpoint: Endpoint, workload: Workload, timeout_s: float) -> TokenCost:
-    """How many tokens words cost at the endpoint, from two requests for one token each.
-
-    Raises:
-        EndpointUnreachable: a request failed, or no usage came with it.
-    """
+    """How many tokens words cost at the endpoint, from two requests for one token each. Raises EndpointUnreachable: a
+    request failed, or no usage came with it."""
     client = Client(endpoint, timeout_s)
     found: list[tuple[int, int]] = []
     try:
@@ -176,9 +167,7 @@ async def learn_cost(endpoint: Endpoint, workload: Workload, timeout_s: float) -
             probe = replace(workload, prompts=lambda _, text=text: Prompt(text=text))
             await client.stream(probe.body(0, max_tokens=1), record)
             if record.failed:
-                raise EndpointUnreachable(
-                    f"{endpoint.origin} refuses a prompt of {count} words: {record.error}."
-                )
+                raise EndpointUnreachable(f"{endpoint.origin} refuses a prompt of {count} words: {record.error}.")
             if record.prompt_tokens is None:
                 # Without usage a word counts as a token: lengths are then in words.
                 return TokenCost()

@@ -193,9 +193,7 @@ def differences_of(record: StreamRecord, expected: StreamRecord) -> list[Differe
     differences: list[Difference] = []
 
     def tell(kind: str, here: int, there: int, units: int = 0) -> None:
-        shown = (
-            f"{''.join(found[here : here + 8])[:40]!r}, expected {''.join(wanted[there : there + 8])[:40]!r}"
-        )
+        shown = f"{''.join(found[here : here + 8])[:40]!r}, expected {''.join(wanted[there : there + 8])[:40]!r}"
         tokens = 1 if kind == "changed" else math.ceil(units / per_token)
         at = len("".join(found[:here]))
         differences.append(Difference(prompt=record.prompt, kind=kind, at=at, tokens=tokens, text=shown))
@@ -229,9 +227,7 @@ def differences_of(record: StreamRecord, expected: StreamRecord) -> list[Differe
             there += gone[1]
     if not differences and not record.failed and _ends(record) != _ends(expected):
         text = f"ended {_ends(record)}, expected {_ends(expected)}"
-        differences.append(
-            Difference(prompt=record.prompt, kind="changed", at=len(record.text), tokens=1, text=text)
-        )
+        differences.append(Difference(prompt=record.prompt, kind="changed", at=len(record.text), tokens=1, text=text))
     return differences
 
 
@@ -261,12 +257,7 @@ def _onward(found: Sequence[str], here: int, wanted: Sequence[str], there: int, 
 
 
 def _best(
-    found: Sequence[str],
-    here: int,
-    wanted: Sequence[str],
-    there: int,
-    goes_on: int,
-    skips: Iterable[tuple[int, int]],
+    found: Sequence[str], here: int, wanted: Sequence[str], there: int, goes_on: int, skips: Iterable[tuple[int, int]]
 ) -> tuple[int, int]:
     """Of ways to skip so many in `found` and in `wanted`: how far both agree after the best, and how many it skips."""
     ways = ((_onward(found, here + a, wanted, there + b, goes_on), -a - b) for a, b in skips)

@@ -76,20 +76,13 @@ def quantiles(values: Iterable[float]) -> dict[str, float] | None:
 
 
 def added_stalls(records: Iterable[StreamRecord], fault_s: float, window_s: float = STALL_S) -> list[float]:
-    """For each stream that waits at some time in the window after the fault: its longest such wait, less what is usual.
+    """For each stream that waits at some time in the `window_s` seconds after a fault began: its longest such wait in
+    seconds, less what is usual; at least 0.
 
     Waits are those for the first piece, for each next one and for the end; one that touches the window counts whole,
     wherever it began or ended, and so does a stream that began after the fault. Usual is, of the first wait, the median
     over streams whose first wait does not touch the window; of the others, that stream's median gap, and nothing where
-    fewer than three pieces came.
-
-    Args:
-        fault_s: When the fault began.
-        window_s: Seconds after it in which a wait is taken for its effect.
-
-    Returns:
-        Seconds, one for each such stream; at least 0.
-    """
+    fewer than three pieces came."""
     records = list(records)
 
     def touches(earlier: float, later: float) -> bool:
@@ -98,8 +91,7 @@ def added_stalls(records: Iterable[StreamRecord], fault_s: float, window_s: floa
     calm = [
         ttft_s
         for record in records
-        if (ttft_s := record.ttft_s) is not None
-        and not touches(record.token_s[0] - ttft_s, record.token_s[0])
+        if (ttft_s := record.ttft_s) is not None and not touches(record.token_s[0] - ttft_s, record.token_s[0])
     ]
     usual_ttft_s = median(calm) if calm else 0.0
     stalls: list[float] = []
@@ -148,11 +140,7 @@ class Timeline:
 
 
 def windows(
-    records: Sequence[StreamRecord],
-    faults: Sequence[FaultSpan],
-    *,
-    start_s: float = 0.0,
-    end_s: float | None = None,
+    records: Sequence[StreamRecord], faults: Sequence[FaultSpan], *, start_s: float = 0.0, end_s: float | None = None
 ) -> dict[str, Any]:
     """Throughput before, during and after faults, and how the run took each of them; plain data.
 
@@ -271,10 +259,7 @@ def summarize(records: Sequence[StreamRecord], slo: Slo) -> dict[str, Any]:
         "tokens_per_s": output * per_s,
         "good": good,
         "goodput": good * per_s,
-        **{
-            name: over(whole, name)
-            for name in ("ttft_s", "ttft_planned_s", "tpot_s", "e2e_s", "e2e_planned_s")
-        },
+        **{name: over(whole, name) for name in ("ttft_s", "ttft_planned_s", "tpot_s", "e2e_s", "e2e_planned_s")},
         "itl_s": quantiles(gap for record in whole for gap in record.gaps_s),
         "dispatch_s": over(records, "dispatch_s"),
     }
@@ -308,17 +293,10 @@ class Run:
 
 
 def as_report(
-    settings: Mapping[str, Any],
-    run: Run,
-    slo: Slo,
-    reference: Sequence[StreamRecord] | None = None,
+    settings: Mapping[str, Any], run: Run, slo: Slo, reference: Sequence[StreamRecord] | None = None
 ) -> dict[str, Any]:
     """The whole report: JSON types only, seconds and tokens; what was not measured is absent.
-
-    Args:
-        settings: How the load was made.
-        reference: Records of the same requests without faults.
-    """
+    Args: settings: how the load was made. reference: records of the same requests without faults."""
     summary = summarize(run.records, slo)
     step_s, rates = throughput(run.records)
     tokens = summary["output_tokens"]
@@ -342,11 +320,7 @@ def as_report(
 
 def _chaos(run: Run, reference: Sequence[StreamRecord] | None) -> dict[str, Any]:
     spans = spans_of(run.events, run.end_s)
-    said: dict[str, Any] = {
-        "events": [event.to_dict() for event in run.events],
-        "spans": spans,
-        "problem": run.problem,
-    }
+    said: dict[str, Any] = {"events": [event.to_dict() for event in run.events], "spans": spans, "problem": run.problem}
     if not spans:
         return said
     first_s = spans[0]["began_s"]

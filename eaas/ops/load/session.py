@@ -65,9 +65,7 @@ class Session:
             for text in (options.slo_ttft, options.slo_tpot, options.slo_e2e, options.for_)
         )
         self._slo = Slo(ttft_s=ttft_s, tpot_s=tpot_s, e2e_s=e2e_s)
-        if for_s is None and options.requests is None:
-            for_s = 60.0
-        self._for_s = for_s
+        self._for_s = 60.0 if for_s is None and options.requests is None else for_s
         self._timeout_s, self._warmup_s = duration_s(options.timeout), duration_s(options.warmup)
         key = os.environ.get(options.api_key_env, "")
         self._endpoint = Endpoint.of_url(options.url, chat=options.chat or None, key=key)
@@ -93,7 +91,7 @@ class Session:
     async def _measure(self, client: Client, workload: Workload) -> Outcome:
         reference: list[StreamRecord] | None = None
         if self._options.reference:
-            reference = (await self._drive("reference", client, workload, self._options.rate))[0].records
+            reference = (await self._drive("reference", client, workload))[0].records
         run = await self._with_faults(client, workload)
         if reference is not None and not self._stopped:
             # Closed loops may get further in one run than in the other.
@@ -116,7 +114,7 @@ class Session:
         try:
             cpu_s = time.process_time()
             begin = (lambda: runs.append(asyncio.create_task(plan.run()))) if plan is not None else None
-            driver, end_s = await self._drive("load", client, workload, options.rate, begin)
+            driver, end_s = await self._drive("load", client, workload, begin)
             cpu_s = time.process_time() - cpu_s
         finally:
             if plan is not None:
@@ -136,24 +134,19 @@ class Session:
         title: str,
         client: Client,
         workload: Workload,
-        rate: float | None,
         on_start: Callable[[], object] | None = None,
     ) -> tuple[Driver, float]:
         """Send the workload once; returns the driver and when the last request was due."""
         driver = self._driver = Driver(client, workload)
         if self._stopped:
             driver.stop()
-        for_s, requests = self._for_s, self._options.requests
+        for_s, requests, rate = self._for_s, self._options.requests, self._options.rate
         if self._arrivals.kind == "closed":
             client.start()
             work = driver.closed_loop(self._arrivals.streams, for_s=for_s or float("inf"), requests=requests)
         else:
             times = schedule(
-                self._arrivals,
-                1.0 if rate is None else rate,
-                self._options.seed,
-                for_s=for_s,
-                requests=requests,
+                self._arrivals, 1.0 if rate is None else rate, self._options.seed, for_s=for_s, requests=requests
             )
             client.start()
             work = driver.open_loop(times)
@@ -163,9 +156,7 @@ class Session:
         last_s = max((record.planned_s for record in driver.records), default=0.0)
         return driver, for_s if for_s is not None and not self._stopped else last_s
 
-    async def _shown(
-        self, title: str, driver: Driver, client: Client, work: Coroutine[Any, Any, None]
-    ) -> None:
+    async def _shown(self, title: str, driver: Driver, client: Client, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         while not task.done():
             await asyncio.wait([task], timeout=_SHOWN_EVERY_S)

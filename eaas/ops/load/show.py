@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console, Group
@@ -58,33 +57,32 @@ def progress(console: Console) -> Iterator[Callable[[str, Driver, Client], None]
         yield show
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Part:
-    """A part of the report. notes: lines, each with its mood, "good", "bad" or none."""
-
-    title: str
-    head: Sequence[str] = ()
-    rows: Sequence[Sequence[str]] = ()
-    notes: Sequence[tuple[str, str]] = ()
-
-
 def tables(report: Mapping[str, Any]) -> Group:
     """The report for a terminal."""
-    settings = report["settings"]
-    top = Table(
-        show_header=False,
-        title=f"{settings.get('model', '')} at {settings.get('endpoint', '')}",
-        title_justify="left",
-    )
+    settings, summary = report["settings"], report["summary"]
+    title = f"{settings.get('model', '')} at {settings.get('endpoint', '')}"
+    top = Table(show_header=False, title=title, title_justify="left")
     for name, figure, detail, mood in _figures(report):
         top.add_row(name, Text(figure, _STYLES[mood]), detail)
-    shown: list[Any] = [top]
-    for part in _parts(report):
-        shown += [Text(text, _STYLES[mood]) for text, mood in part.notes]
-        if part.rows:
-            rows = [[Text(cell) for cell in row] for row in part.rows]
-            shown.append(table(part.head, rows, title=part.title, figures=True))  # pyright: ignore[reportArgumentType]
-    return Group(*shown)
+    latencies = [
+        [name, *(seconds(summary[key][word]) for word in ("mean", "p50", "p95", "p99", "most"))]
+        for name, key in _LATENCIES
+        if summary[key]
+    ]
+    words = ("prompt", "kind", "at", "tokens", "text")
+    found = [[str(one[word]) for word in words] for one in report.get("verdict", {}).get("differences", ())]
+    return Group(
+        top,
+        *(_faults(report["chaos"]) if "chaos" in report else ()),
+        *_part("Latency", ("", "mean", "p50", "p95", "p99", "longest"), latencies),
+        *_part("First differences from the reference", ("request", "kind", "at character", "tokens", "found"), found),
+    )
+
+
+def _part(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[Table]:
+    """A table; none without rows."""
+    cells = [[Text(cell) for cell in row] for row in rows]
+    return [table(head, cells, title=title, figures=True)] if cells else []  # pyright: ignore[reportArgumentType]
 
 
 def number(value: float) -> str:
@@ -125,33 +123,13 @@ def _figures(report: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
     return found
 
 
-def _parts(report: Mapping[str, Any]) -> list[_Part]:
-    summary = report["summary"]
-    parts = [_faults(report["chaos"])] if "chaos" in report else []
-    latencies = [
-        [name, *(seconds(summary[key][word]) for word in ("mean", "p50", "p95", "p99", "most"))]
-        for name, key in _LATENCIES
-        if summary[key]
-    ]
-    parts.append(_Part(title="Latency", head=("", "mean", "p50", "p95", "p99", "longest"), rows=latencies))
-    if differences := report.get("verdict", {}).get("differences", ()):
-        words = ("prompt", "kind", "at", "tokens", "text")
-        parts.append(
-            _Part(
-                title="First differences from the reference",
-                head=("request", "kind", "at character", "tokens", "found"),
-                rows=[[str(one[word]) for word in words] for one in differences],
-            )
-        )
-    return parts
-
-
 def less(loss: float, than: str) -> str:
     """A share that is missing, beside what; a negative one is the load's own rise, and nothing that a fault gave."""
     return f"no dip against {than}" if loss <= 0 else f"{loss:.2%} less than {than}"
 
 
-def _faults(chaos: Mapping[str, Any]) -> _Part:
+def _faults(chaos: Mapping[str, Any]) -> list[Text | Table]:
+    """Lines, each in the style of its mood, and a table."""
     notes = [(f"refused: {event['text']}", "bad") for event in chaos["events"] if event["phase"] == "refused"]
     notes += [(chaos["problem"], "bad")] if chaos["problem"] else []
     found, lost = chaos.get("windows"), chaos.get("loss_to_reference")
@@ -170,4 +148,4 @@ def _faults(chaos: Mapping[str, Any]) -> _Part:
             back = "never" if back_s is None else seconds(back_s)
             rows.append([one["fault"]["text"], f"{one['fault']['began_s']:.2f} s", back, *cells])
     head = ("fault", "began", "throughput back after", "added stall p50", "p99", "longest")
-    return _Part(title="Faults", head=head, rows=rows, notes=notes)
+    return [*(Text(text, _STYLES[mood]) for text, mood in notes), *_part("Faults", head, rows)]

@@ -53,11 +53,7 @@ class Arrivals:
 
 
 def read_arrivals(text: str) -> Arrivals:
-    """An arrival process from its word.
-
-    Raises:
-        WorkloadInvalid: no such word, or an option that makes no sense.
-    """
+    """An arrival process from its word. Raises WorkloadInvalid: no such word, or an option that makes no sense."""
     kind, _, option = text.partition(":")
     if kind in ("constant", "poisson") and not option:
         return Arrivals(kind=kind)
@@ -73,18 +69,11 @@ def read_arrivals(text: str) -> Arrivals:
     raise WorkloadInvalid(f"arrivals are {text!r}; give {FORMS}.")
 
 
-def schedule(
-    arrivals: Arrivals, rate: float, seed: int, *, for_s: float | None, requests: int | None
-) -> list[float]:
-    """When an open loop sends, in seconds since its start.
+def schedule(arrivals: Arrivals, rate: float, seed: int, *, for_s: float | None, requests: int | None) -> list[float]:
+    """When an open loop sends, in seconds since its start. Raises WorkloadInvalid: no open loop, no rate, or no end.
 
-    Args:
-        rate: Requests per second, in the mean.
-        for_s: No request is planned at or after this. requests: nor are there more than so many. One of both is needed.
-
-    Raises:
-        WorkloadInvalid: no open loop, no rate, or no end.
-    """
+    Args: rate: requests per second, in the mean. for_s: no request is planned at or after this. requests: nor are there
+    more than so many. One of both is needed."""
     if arrivals.kind not in OPEN or not 0 < rate <= 1e5:
         raise WorkloadInvalid(
             f"{arrivals.kind} arrivals at {rate:g} requests/s; an open loop ({', '.join(OPEN)}) needs a rate over 0 "
@@ -158,10 +147,7 @@ def word_prompts(seed: int, tokens: int, cost: TokenCost) -> Prompts:
 
 def read_prompts(lines: Iterable[str]) -> list[Prompt]:
     """Prompts of a file: a text in each line, or JSON lines with "prompt" or "messages", and perhaps "max_tokens".
-
-    Raises:
-        WorkloadInvalid: a line of JSON without a prompt, or no line at all.
-    """
+    Raises WorkloadInvalid: a line of JSON without a prompt, or no line at all."""
     found: list[Prompt] = []
     for number, line in enumerate(lines, 1):
         text = line.rstrip("\r\n")

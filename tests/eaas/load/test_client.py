@@ -31,9 +31,7 @@ def server(running: FakeServer) -> FakeServer:
 
 
 def workload(*scripts: str, chat: bool = False, **fields: Any) -> Workload:
-    return Workload(
-        model="fake", chat=chat, prompts=lambda i: Prompt(text=scripts[i]), distinct=len(scripts), **fields
-    )
+    return Workload(model="fake", chat=chat, prompts=lambda i: Prompt(text=scripts[i]), distinct=len(scripts), **fields)
 
 
 def ask(server: FakeServer, *scripts: str, chat: bool = False, timeout_s: float = 20.0) -> list[StreamRecord]:
@@ -59,9 +57,7 @@ def ask_timed(
 
 @pytest.mark.parametrize("chat", [False, True], ids=["completions", "chat"])
 @pytest.mark.parametrize("how", ["", "split", "crlf", "split crlf", "close", "close split"])
-def test_every_text_is_recorded_however_it_is_cut_on_the_wire(
-    server: FakeServer, chat: bool, how: str
-) -> None:
+def test_every_text_is_recorded_however_it_is_cut_on_the_wire(server: FakeServer, chat: bool, how: str) -> None:
     (record,), t0_s = ask_timed(server, f"say:5 pause:5 say:3 {how}", chat=chat)
     (served,) = server.served
     assert not record.failed, record
@@ -71,9 +67,7 @@ def test_every_text_is_recorded_however_it_is_cut_on_the_wire(
     assert served.path == ("/v1/chat/completions" if chat else "/v1/completions")
     # Causality, the only promise about time: nothing is seen before it was written, nor in another order.
     assert record.sent_s is not None and record.ended_s is not None
-    assert all(
-        seen_s + t0_s >= written_s for seen_s, written_s in zip(record.token_s, served.written_s, strict=True)
-    )
+    assert all(seen_s + t0_s >= written_s for seen_s, written_s in zip(record.token_s, served.written_s, strict=True))
     assert record.sent_s <= record.token_s[0] and sorted(record.token_s) == record.token_s
     assert record.token_s[-1] <= record.ended_s <= time.monotonic() - t0_s
 
@@ -166,9 +160,7 @@ def test_a_closed_loop_keeps_so_many_in_flight_and_no_more(server: FakeServer) -
 
 
 @pytest.mark.parametrize(("refusal", "least_s"), [("status:503", 0.1), ("status:429 after:1", 1.0)])
-def test_a_closed_loop_that_is_refused_waits_as_it_is_told(
-    server: FakeServer, refusal: str, least_s: float
-) -> None:
+def test_a_closed_loop_that_is_refused_waits_as_it_is_told(server: FakeServer, refusal: str, least_s: float) -> None:
     async def run(**end: Any) -> list[StreamRecord]:
         client = Client(Endpoint.of_url(server.url), 20.0)
         client.start()

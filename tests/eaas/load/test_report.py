@@ -42,9 +42,7 @@ def record(
         "tokens": n,
         "ended_s": times[-1] + 0.01,
     } | fields
-    return StreamRecord(
-        planned_s=planned_s, sent_s=sent_s, token_s=times, pieces=["x"] * n, prompt_tokens=3, **said
-    )
+    return StreamRecord(planned_s=planned_s, sent_s=sent_s, token_s=times, pieces=["x"] * n, prompt_tokens=3, **said)
 
 
 def shown(report: dict[str, Any]) -> str:

@@ -73,15 +73,11 @@ def test_signals_do_afterwards_what_they_did_before(server: FakeServer) -> None:
 
 def test_an_open_loop_sends_what_was_planned_and_succeeds(server: FakeServer, tmp_path: Path) -> None:
     server.script = "say:3"
-    report, code = report_of(
-        server, tmp_path, "--rate", "100", "--requests", "30", "--arrivals", "constant", "--chat"
-    )
+    report, code = report_of(server, tmp_path, "--rate", "100", "--requests", "30", "--arrivals", "constant", "--chat")
     assert code == 0
     assert report["summary"]["requests"] == 30
     loaded = [served for served in server.served if served.body["max_tokens"] == 64]
-    assert len({served.body["messages"][0]["content"] for served in loaded}) == 30, (
-        "each prompt its own words"
-    )
+    assert len({served.body["messages"][0]["content"] for served in loaded}) == 30, "each prompt its own words"
     assert {served.path for served in loaded} == {"/v1/chat/completions"}
 
 
@@ -130,16 +126,12 @@ def test_a_plan_runs_beside_the_load_and_its_faults_are_on_the_time_line(
     """The plan's runner is a stand-in, which says what it did and when by its own clock."""
     injected: dict[str, Any] = {}
 
-    def run_plan(
-        plan: object, url: str, *, on_event: Callable[[Any], None], stop: threading.Event
-    ) -> list[Any]:
+    def run_plan(plan: object, url: str, *, on_event: Callable[[Any], None], stop: threading.Event) -> list[Any]:
         injected.update(plan=plan, url=url)
         while len(server.served) < 30:
             time.sleep(0.005)
         injected["at_s"] = time.monotonic()
-        began = FaultEvent(
-            at_s=0.0, phase="began", id="f1", kind="kill", targets=("expert/1",), text="killed"
-        )
+        began = FaultEvent(at_s=0.0, phase="began", id="f1", kind="kill", targets=("expert/1",), text="killed")
         on_event(began)
         on_event(replace(began, phase="refused", id="", text="no member expert/9"))
         injected["stopped"] = stop.wait(20)
@@ -203,9 +195,7 @@ def test_a_freeze_ends_with_the_load_however_that_ends(
 
         def until_state(*wanted: str) -> None:
             end_s = time.monotonic() + 60
-            while (
-                state := Path(f"/proc/{member.pid}/stat").read_text().rpartition(")")[2].split()[0]
-            ) not in wanted:
+            while (state := Path(f"/proc/{member.pid}/stat").read_text().rpartition(")")[2].split()[0]) not in wanted:
                 assert time.monotonic() < end_s, f"{state}, {wanted} needed; {load.poll()}"
                 time.sleep(0.02)
 
@@ -247,9 +237,7 @@ def test_nobody_there_ends_with_1_and_says_what_to_do() -> None:
     assert "eaas serve" in result.output
 
 
-def test_an_endpoint_that_asks_for_a_key_is_told_from_none(
-    server: FakeServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_endpoint_that_asks_for_a_key_is_told_from_none(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
     server.key, server.script = "right", "say:2"
     for given, said in (("", "asks for a key and was sent none"), ("wrong", "does not take the key")):
         monkeypatch.setenv("SOME_KEY", given)

@@ -53,9 +53,7 @@ def test_whichever_end_comes_first_ends_the_schedule() -> None:
     assert len(schedule(constant, 10.0, 0, for_s=0.5, requests=400)) == 5
 
 
-@pytest.mark.parametrize(
-    "text", ["uniform", "gamma", "gamma:0", "gamma:nan", "closed", "closed:0", "poisson:3"]
-)
+@pytest.mark.parametrize("text", ["uniform", "gamma", "gamma:0", "gamma:nan", "closed", "closed:0", "poisson:3"])
 def test_what_is_no_arrival_process_is_refused(text: str) -> None:
     with pytest.raises(WorkloadInvalid, match=r"closed:STREAMS"):
         read_arrivals(text)
@@ -81,9 +79,7 @@ def test_made_up_prompts_differ_and_repeat_by_seed() -> None:
 
 
 def test_prompts_of_a_file_are_texts_or_json_lines() -> None:
-    found = read_prompts(
-        ["ROMEO:\n", "\n", '{"prompt": "x", "max_tokens": 3}', '{"messages": [{"role": "user"}]}']
-    )
+    found = read_prompts(["ROMEO:\n", "\n", '{"prompt": "x", "max_tokens": 3}', '{"messages": [{"role": "user"}]}'])
     assert [(p.text, p.max_tokens, len(p.messages)) for p in found] == [
         ("ROMEO:", None, 0),
         ("x", 3, 0),

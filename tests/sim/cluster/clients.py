@@ -16,6 +16,7 @@ from tests.sim.cluster.network import LOST
 from tests.sim.cluster.workers import Stream, Worker
 
 if TYPE_CHECKING:
+    from tests.sim.cluster.models import TrueModel
     from tests.sim.cluster.shell import Shown
     from tests.sim.cluster.world import World
 
@@ -29,10 +30,11 @@ _LOSSES = 6
 class Request:
     """One request: a stream of greedy tokens."""
 
-    __slots__ = ("deadline_s", "gateway", "id", "link", "log", "most", "refused", "seed")
+    __slots__ = ("deadline_s", "gateway", "id", "link", "log", "model", "most", "refused", "seed")
 
-    def __init__(self, id: int, seed: int, most: int, deadline_s: float, gateway: Gateway) -> None:
+    def __init__(self, id: int, seed: int, most: int, deadline_s: float, gateway: Gateway, model: TrueModel) -> None:
         self.id, self.seed, self.most, self.deadline_s, self.gateway = id, seed, most, deadline_s, gateway
+        self.model = model
         self.log = TokenLog([])
         self.link: Connection | None = None
         self.refused: set[int] = set()
@@ -51,8 +53,10 @@ class Connection:
 class Gateway(Process):
     """A gateway."""
 
-    def __init__(self, world: World, uid: int, pool: str, host: str, ordered: bool) -> None:
-        super().__init__(world, uid, pool, host, ordered)
+    def __init__(
+        self, world: World, uid: int, group: str, host: str, ordered: bool, model: TrueModel | None = None
+    ) -> None:
+        super().__init__(world, uid, group, host, ordered, model)
         self.requests: dict[int, Request] = {}
         self.waiting: dict[int, Request] = {}
         self.links: dict[int, Connection] = {}
@@ -134,20 +138,37 @@ class Gateway(Process):
         self.world.at(request.deadline_s, self._expire, request)
         self._place(request)
 
-    def _candidates(self) -> list[Connection]:
+    def models(self) -> list[TrueModel]:
+        """Of which it takes requests: all that are served and do not leave."""
+        models = self.world.models
+        if len(models) == 1:
+            return models
+        if self.view is None:
+            return []
+        taken = {model.hash for model in self.view.models if not model.leaving}
+        asleep = {model.hash for model in self.view.models if model.asleep}
+        served = 0
+        for row in self.view.experts:
+            served |= row.serving
+        return [m for m in models if m.hash in taken and (m.hash in asleep or not m.mask & ~served)]
+
+    def _candidates(self, model: TrueModel) -> list[Connection]:
         rows = self.view.rows.values() if self.view is not None else ()
         for wanted in ("serving", "suspect"):
             found = [
                 self.links[row.incarnation]
                 for row in rows
-                if row.pool == ATTENTION and row.phase == wanted and row.incarnation in self.links
+                if row.pool == ATTENTION
+                and row.phase == wanted
+                and row.incarnation in self.links
+                and row.model == model.hash
             ]
             if found:
                 return found
         return []
 
     def _place(self, request: Request) -> None:
-        links = [link for link in self._candidates() if link.incarnation not in request.refused]
+        links = [link for link in self._candidates(request.model) if link.incarnation not in request.refused]
         link = min(links, key=lambda found: (len(found.requests), found.incarnation), default=None)
         if link is None:
             request.refused.clear()
@@ -263,17 +284,31 @@ class Clients:
         """Begin to ask."""
         self.world.at(0.5, self._ask, None)
 
+    def _has_room(self, model: TrueModel) -> bool:
+        """Whether the workers of one of several models have few enough requests that each is served in time."""
+        world = self.world
+        if len(world.models) == 1:
+            return True
+        known = world.judge.models
+        wanted = world.judge.wanted.get(known.group(ATTENTION, model.hash), 0)
+        begun = sum(request.model is model for request, _ in world.ledger.open.values())
+        return begun < _OPEN_PER_WORKER * max(1, wanted)
+
     def _ask(self, _: Any) -> None:
         world, dice = self.world, self.dice
         gateways = [p for p in world.processes.values() if isinstance(p, Gateway) and not p.drains]
         if not gateways:
             gateways = [world.spawn(GATEWAY, "host-a")]
-        if len(world.ledger.open) < _OPEN_PER_WORKER * max(1, world.judge.wanted[ATTENTION]):
-            self._ids += 1
+        wanted = sum(size for group, size in world.judge.wanted.items() if group.startswith(ATTENTION))
+        if len(world.ledger.open) < _OPEN_PER_WORKER * max(1, wanted):
             gateway = gateways[dice.randrange(len(gateways))]
-            request = Request(
-                self._ids, dice.getrandbits(32), dice.randint(2, 10), world.now_s + DEADLINE_S, gateway
-            )
-            world.ledger.begun(request)
-            gateway.submit(request)
+            if models := [model for model in gateway.models() if self._has_room(model)]:
+                self._ids += 1
+                model = models[0] if len(world.models) == 1 else dice.choice(models)
+                request = Request(
+                    *(self._ids, dice.getrandbits(32), dice.randint(2, 10)),
+                    *(world.now_s + DEADLINE_S, gateway, model),
+                )
+                world.ledger.begun(request)
+                gateway.submit(request)
         world.at(world.now_s + dice.expovariate(self.rate * self.spike), self._ask, None)

@@ -11,11 +11,12 @@ from collections.abc import Callable
 from random import Random
 from typing import TYPE_CHECKING
 
-from router.events import Acked, Left, Loaded, Renewed, Retire, Scale, Suspected
+from router.events import Acked, AddModel, Left, Loaded, RemoveModel, Renewed, Retire, Scale, Suspected
 from router.view import ATTENTION, EXPERT, GATEWAY
 from tests.sim.cluster.members import ExpertServer, Process
+from tests.sim.cluster.models import united
 from tests.sim.cluster.network import ROUTER
-from tests.sim.cluster.shell import Packet
+from tests.sim.cluster.shell import NOTHING, Packet
 from tests.sim.cluster.workers import Worker
 
 if TYPE_CHECKING:
@@ -36,10 +37,11 @@ class Schedule:
         self.counts: Counter[str] = Counter()
         self.healed_s = 0.0
         self.stopped = False
-        self._kinds = list(FAULTS)
+        self._faults = FAULTS if len(world.models) == 1 else FAULTS | CHANGES
+        self._kinds = list(self._faults)
         weights = Random(f"{world.seed} weights")
         # Each run has faults of its own choice in plenty, so that they meet.
-        self._weights = [FAULTS[kind][1] * weights.choice((0.3, 1.0, 1.0, 4.0)) for kind in self._kinds]
+        self._weights = [self._faults[kind][1] * weights.choice((0.3, 1.0, 1.0, 4.0)) for kind in self._kinds]
 
     def start(self) -> None:
         """The first fault is on its way."""
@@ -50,9 +52,10 @@ class Schedule:
         self.stopped = True
         self.healed_s = max(self.healed_s, self.world.now_s)
         judge, world = self.world.judge, self.world
-        for pool in (EXPERT, ATTENTION):
-            if not judge.wanted[pool]:
-                scale = Scale(pool=pool, wanted=world.config.wanted(pool))
+        for pool, size in judge.wanted.items():
+            model = judge.models.of_group(pool)
+            if not size and not (model is not None and judge.models.leaves(model.hash)):
+                scale = Scale(pool=pool, wanted=max(1, world.config.wanted(pool)))
                 world.at(self.healed_s, world.router.take, Packet(scale, ROUTER))
 
     def _strike(self, number: int) -> None:
@@ -64,7 +67,7 @@ class Schedule:
         world.at(world.now_s + dice.expovariate(self.pace), self._strike, number + 1)
         if self.keep is not None and number not in self.keep:
             return
-        what = FAULTS[kind][0](self, dice)
+        what = self._faults[kind][0](self, dice)
         if what:
             self.counts[kind] += 1
             self.struck.append((number, world.now_s, kind, what))
@@ -125,11 +128,7 @@ def _freeze(s: Schedule, dice: Random) -> str:
     p = s.some(dice)
     if p is None:
         return ""
-    span_s = (
-        dice.uniform(0.1, 0.5)
-        if p.pool == GATEWAY
-        else dice.choice((0.3, 1.0, 2.5, 6.0)) * dice.uniform(0.5, 1.5)
-    )
+    span_s = dice.uniform(0.1, 0.5) if p.pool == GATEWAY else dice.choice((0.3, 1.0, 2.5, 6.0)) * dice.uniform(0.5, 1.5)
     p.asleep_s = max(p.asleep_s, s.world.now_s + span_s)
     s.healed_s = max(s.healed_s, p.asleep_s)
     return f"{p.name} for {span_s:.1f} s"
@@ -262,6 +261,17 @@ def _older_journal(s: Schedule, dice: Random) -> str:
     return f"older by {router.older - 1} commits"
 
 
+def _lost_journal(s: Schedule, dice: Random) -> str:
+    """The router starts again with no journal at all."""
+    router = s.world.router
+    if not router.up:
+        return ""
+    router.older = NOTHING
+    router.end()
+    s.heal(dice.choice((0.1, 1.0, 4.0)) * dice.uniform(0.5, 1.5), router.start)
+    return "whole"
+
+
 def _full_disk(s: Schedule, dice: Random) -> str:
     router, span_s = s.world.router, dice.uniform(0.2, 6.0)
     router.unwritable += 1
@@ -340,7 +350,10 @@ def _retire(s: Schedule, dice: Random) -> str:
     asked = Retire(name=p.name, operation=f"of {p.name}", unix_s=world.now_s)
     router.take(Packet(asked, ROUTER))
     if dice.random() < 0.5:
-        world.at(world.now_s + 8.0 * dice.random(), router.take, Packet(asked, ROUTER))
+        again_s = world.now_s + 8.0 * dice.random()
+        world.at(again_s, router.take, Packet(asked, ROUTER))
+        # What the router could not write down the first time begins only then.
+        s.healed_s = max(s.healed_s, again_s)
     if dice.random() < 0.2:
         another = Retire(name=p.name, operation=f"another of {p.name}", unix_s=world.now_s)
         world.at(world.now_s + 2.0 * dice.random(), router.take, Packet(another, ROUTER))
@@ -359,12 +372,18 @@ def _leave(s: Schedule, dice: Random) -> str:
 def _surplus(s: Schedule, dice: Random) -> str:
     if len(s.world.processes) >= _MOST_PROCESSES:
         return ""
-    return f"pid {s.world.spawn(EXPERT, 'host-x').pid}"
+    live = s.world.judge.models.live()
+    if len(s.world.models) == 1 or not live or dice.random() < 0.5:
+        return f"pid {s.world.spawn(EXPERT, 'host-x').pid}"
+    model = dice.choice(live)
+    return f"pid {s.world.spawn(ATTENTION, 'host-x', model=model).pid} of {model.hash}"
 
 
 def _scale(s: Schedule, dice: Random) -> str:
     world = s.world
     pool = dice.choice((EXPERT, EXPERT, ATTENTION))
+    if pool == ATTENTION and len(world.models) > 1:
+        pool = dice.choice([name for name in world.judge.wanted if name != EXPERT])
     # Servers of bounded memory hold all experts only when there are enough of them.
     least = world.config.experts_wanted if pool == EXPERT and world.capacity else dice.choice((0, 1, 1, 1, 1))
     wanted = dice.randint(least, 9 if pool == EXPERT else 4)
@@ -422,7 +441,7 @@ def _lie(s: Schedule, dice: Random) -> str:
     if p is None:
         return ""
     epoch = world.router.state.epoch
-    everything = (1 << world.layers * world.experts) - 1
+    everything = united(world.models)
     for wrong in (p.incarnation - 1, p.incarnation + 1):
         if wrong in world.judge.present:
             continue
@@ -446,6 +465,62 @@ def _late_messages(s: Schedule, dice: Random) -> str:
     return f"{len(chosen)} of them" if chosen else ""
 
 
+def _operate(s: Schedule, dice: Random, order: AddModel | RemoveModel) -> str:
+    """An operator's order may be lost, or he gives it twice."""
+    how = dice.choice(("", "", "", "lost", "twice"))
+    if how != "lost":
+        s.world.operate(order)
+    if how == "twice":
+        again_s = 8.0 * dice.random()
+        s.world.at(s.world.now_s + again_s, s.world.operate, order)
+        s.healed_s = max(s.healed_s, s.world.now_s + again_s)
+    return how
+
+
+def _add_model(s: Schedule, dice: Random) -> str:
+    """A model that is not served, or leaves."""
+    live = s.world.judge.models.live()
+    away = [model for model in s.world.models if model not in live]
+    if not away:
+        return ""
+    model = dice.choice(away)
+    again = s.world.judge.models.leaves(model.hash) and dice.random() < 0.3
+    return f"{model.hash} {_operate(s, dice, model.added(dice.randint(1, 2), again))}"
+
+
+def _remove_model(s: Schedule, dice: Random) -> str:
+    live = s.world.judge.models.live()
+    if len(live) < 2:
+        return ""
+    model = dice.choice(live)
+    name = dice.choice((s.world.judge.models.known[model.hash].name or model.hash, model.hash))
+    return f"{model.hash} {_operate(s, dice, RemoveModel(name=name))}"
+
+
+def _replace_model(s: Schedule, dice: Random) -> str:
+    """A model is removed, and added again before it has gone, or after."""
+    live = s.world.judge.models.live()
+    if len(live) < 2:
+        return ""
+    model, world = dice.choice(live), s.world
+    world.operate(RemoveModel(name=model.hash))
+    after_s = dice.choice((0.1, 2.0, 10.0)) * dice.uniform(0.1, 1.0)
+    added = model.added(dice.randint(1, 2), again=dice.random() < 0.3)
+    world.at(world.now_s + after_s, world.operate, added)
+    s.healed_s = max(s.healed_s, world.now_s + after_s)
+    return f"{model.hash} for {after_s:.1f} s"
+
+
+def _slow_open(s: Schedule, dice: Random) -> str:
+    """A server takes longer to open every model from now on."""
+    p = s.some(dice, EXPERT)
+    if not isinstance(p, ExpertServer):
+        return ""
+    times = dice.choice((3.0, 10.0))
+    p.open_s = {hash: min(20.0, open_s * times) for hash, open_s in p.open_s.items()}
+    return f"{p.name} {times} times"
+
+
 FAULTS: dict[str, tuple[Callable[[Schedule, Random], str], float]] = {
     "kill": (_kill, 3.0),
     "vanish": (_vanish, 1.5),
@@ -462,6 +537,7 @@ FAULTS: dict[str, tuple[Callable[[Schedule, Random], str], float]] = {
     "stall router": (_stall_router, 1.0),
     "crash router": (_crash_router, 1.5),
     "older journal": (_older_journal, 0.7),
+    "lost journal": (_lost_journal, 0.7),
     "full disk": (_full_disk, 1.0),
     "jump clock": (_jump_clock, 1.0),
     "slow server": (_slow_server, 1.5),
@@ -478,4 +554,12 @@ FAULTS: dict[str, tuple[Callable[[Schedule, Random], str], float]] = {
     "accuse": (_accuse, 1.0),
     "lie": (_lie, 0.7),
     "late messages": (_late_messages, 1.5),
+}
+
+# What else happens to a pool of several models.
+CHANGES: dict[str, tuple[Callable[[Schedule, Random], str], float]] = {
+    "add model": (_add_model, 4.0),
+    "remove model": (_remove_model, 3.0),
+    "remove model and add it again": (_replace_model, 2.0),
+    "slow open": (_slow_open, 1.5),
 }

@@ -7,6 +7,7 @@ computed anew here, from the silences themselves, where the core has a histogram
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from router.events import Event, Join, Renewed, Tick
@@ -29,7 +30,10 @@ class Known:
         "begun",
         "heard_s",
         "host",
+        "load",
+        "model",
         "name",
+        "opened",
         "order",
         "pid",
         "pool",
@@ -41,6 +45,9 @@ class Known:
 
     def __init__(self, name: str, event: Join, heard_s: float, process: Process | None) -> None:
         self.name, self.pool, self.host, self.pid = name, event.pool, event.host, event.pid
+        self.model = event.model_hash
+        self.load: Mapping[str, float] = {}  # as it last said in this term
+        self.opened = {event.model_hash}  # models of which it ever said that it can hold experts
         self.heard_s, self.process = heard_s, process
         self.silences: list[float] = []
         self.asked_to_drain = False
@@ -74,6 +81,7 @@ class Hearing:
         for known in self.present.values():
             known.heard_s = now_s
             known.silences = []
+            known.load = {}
             known.waits_since_s = now_s
         end_s = now_s + self.config.lease_s
         self.fenced_clients = {number: (known, end_s) for number, (known, _) in self.fenced_clients.items()}
@@ -163,6 +171,6 @@ class Hearing:
     def may_be_dead(self, known: Known) -> bool:
         """Whether the silence of a member, as the last tick found it, is long enough to take it for dead."""
         silence_s = self.ticked_s - known.heard_s
-        return silence_s >= min(
-            self.config.least_silence_s, self.config.lease_s
-        ) and silence_s >= self.patience_s(known)
+        return silence_s >= min(self.config.least_silence_s, self.config.lease_s) and silence_s >= self.patience_s(
+            known
+        )

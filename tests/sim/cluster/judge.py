@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from router.events import (
     Acked,
+    AddModel,
     Command,
     Event,
     Exited,
@@ -16,11 +17,13 @@ from router.events import (
     Loaded,
     Publish,
     Refused,
+    RemoveModel,
     Renewed,
     Retire,
     Routed,
     Scale,
     Scaled,
+    Serves,
     Started,
     StartProcess,
     StopProcess,
@@ -34,6 +37,7 @@ from router.view import ATTENTION, EXPERT, GATEWAY
 from tests.sim.cluster.clients import Gateway
 from tests.sim.cluster.hearing import Hearing, Known
 from tests.sim.cluster.members import ExpertServer, Process
+from tests.sim.cluster.models import Models, united
 from tests.sim.cluster.moves import Moves
 from tests.sim.cluster.workers import Worker
 
@@ -72,6 +76,7 @@ class Judge:
         self.epoch = 0
         self._planned = True
         self.moves = Moves(self)
+        self.models = Models(self)
         self._wanted_before = self.wanted[EXPERT]
         self.changes = 0  # of wanted sizes by load, in this term; no run lasts an hour
         self.corrupt = 0  # fenced for their replies, in this term
@@ -90,6 +95,7 @@ class Judge:
         self.changes = self.corrupt = 0
         self.hearing.restart(self.world.now_s + self.world.router.clock_s)
         self.waits = True
+        self.models.restarted(state, restored)
         if restored:
             self._forget(state)
 
@@ -99,7 +105,7 @@ class Judge:
         self.hearing.forget(present)
         self.fenced = set(self.everyone) - present.keys()
         self.names = {known.name for known in present.values()}
-        self.wanted = {pool: state.wanted.get(pool, self.config.wanted(pool)) for pool in LAUNCHED_POOLS}
+        self.wanted = {pool: self.config.wanted(pool) for pool in LAUNCHED_POOLS} | dict(state.wanted)
         self.epoch, self.shown = state.epoch, None
         known = {one.operation for one in (*state.members.values(), *state.gone)}
         self.retired = {operation: one for operation, one in self.retired.items() if operation in known}
@@ -119,6 +125,8 @@ class Judge:
         if type(event) in _NAMED and event.incarnation not in self.present:
             self.broken("strangers are told so", f"{event} was taken for a member's")
         self._noted(event)
+        if router.state.wanted is not before.wanted:
+            self.models.resized(before, router.state)
         if type(event) is Acked and event.epoch > before.epoch:
             self._unchanged(before, event)
         elif type(event) is Exited:
@@ -140,37 +148,39 @@ class Judge:
             if kind is Publish:
                 published += 1
                 expected = (
-                    before.epoch < command.epoch
-                    if self.world.router.restored
-                    else before.epoch + 1 == command.epoch
+                    before.epoch < command.epoch if self.world.router.restored else before.epoch + 1 == command.epoch
                 )
                 if not expected or command.epoch <= self.epoch:
-                    self.broken(
-                        "epochs only rise", f"{self.epoch}, then {before.epoch}, then {command.epoch}"
-                    )
+                    self.broken("epochs only rise", f"{self.epoch}, then {before.epoch}, then {command.epoch}")
             elif kind is Fenced:
                 fences.append(command)
             elif kind is Joined:
+                self.models.note(state)
                 self._joined(event, command)
+            elif kind is Serves:
+                self.models.serves(event, command)
             elif kind is UnknownMember:
                 self._stranger(before, event)
             elif kind is Refused and isinstance(event, Retire):
+                self._unchanged(before, event)
+            elif kind is Refused and isinstance(event, Join | AddModel | RemoveModel):
+                self.models.refused(event, command)
                 self._unchanged(before, event)
             elif kind is Scaled:
                 self._scaled(event, command)
             elif kind is Refused and isinstance(event, Scale):
                 least, most = self.config.bounds(event.pool)
-                if least <= event.wanted <= most:
+                if event.pool in self.wanted and least <= event.wanted <= most:
                     self.broken("a size within its bounds is taken", f"{event}: {command.message}")
         if published > 1 or (not published and state.epoch != before.epoch):
-            self.broken(
-                "epochs only rise", f"{before.epoch} became {state.epoch} with {published} publications"
-            )
+            self.broken("epochs only rise", f"{before.epoch} became {state.epoch} with {published} publications")
         if isinstance(event, Started) and not published:
             self._begun(state)
         for command in fences:
             self._fence(before, event, command)
         self._noted(event)
+        if state.wanted is not before.wanted:
+            self.models.resized(before, state)
         starts = [command for command in commands if type(command) is StartProcess]
         if starts:
             self._launches(starts)
@@ -186,6 +196,10 @@ class Judge:
             self._unchanged(before, event)
         elif type(event) is Retire and not any(type(c) in (Refused, UnknownMember) for c in commands):
             self._retired(event)
+
+    def of_group(self, shown: Shown, group: str) -> list[Row]:
+        """Rows of one launched pool."""
+        return [row for row in shown.rows.values() if self.models.group(row.pool, row.model) == group]
 
     def _retired(self, event: Retire) -> None:
         """An operator was told that a member goes under his operation."""
@@ -235,6 +249,9 @@ class Judge:
         elif type(event) is Loaded and event.incarnation in self.present:
             # Whatever it says, it is at work.
             self.present[event.incarnation].waits_since_s = self.hearing.now_s
+            self.present[event.incarnation].opened.update(event.opened)
+        elif type(event) is Renewed and event.incarnation in self.present:
+            self.present[event.incarnation].load = event.load
         elif type(event) is Left and event.drain and event.incarnation in self.present:
             self.present[event.incarnation].asked_to_drain = True
         elif type(event) is Retire:
@@ -247,6 +264,10 @@ class Judge:
         self.names.add(command.name)
         self.incarnations.add(command.incarnation)
         process = self.world.processes.get(event.pid - 1000)
+        # Workers that replace lost ones are let in, for the streams that go on.
+        wanted = self.world.router.state.wanted.get(self.models.group(ATTENTION, event.model_hash), 0)
+        if event.pool == ATTENTION and self.models.leaves(event.model_hash) and not wanted:
+            self.broken("nobody begins to ask for a model that leaves", f"{command} at {event}")
         known = Known(command.name, event, self.hearing.now_s, process)
         self.present[command.incarnation] = self.everyone[command.incarnation] = known
 
@@ -287,9 +308,7 @@ class Judge:
             ):
                 self.broken("only who ended is fenced for it", f"{command}: {event}")
             return
-        if isinstance(event, Left) or (
-            isinstance(event, Join) and (event.host, event.pid) == (known.host, known.pid)
-        ):
+        if isinstance(event, Left) or (isinstance(event, Join) and (event.host, event.pid) == (known.host, known.pid)):
             return
         if not isinstance(event, Tick):
             self.broken("a fence has a reason", f"{command} at {event}")
@@ -316,14 +335,15 @@ class Judge:
     def _fenced_as_corrupt(self, before: State, known: Known) -> None:
         """Fenced for its replies: rightly, unless most workers lie; and no other server was missing or going."""
         members = [r for r in before.members.values() if r.incarnation in self.present]
-        workers = [self.present[r.incarnation].process for r in members if r.pool == ATTENTION and r.ready]
-        liars = sum(isinstance(worker, Worker) and known.name in worker.slandered for worker in workers)
+        judges = [self.present[r.incarnation].process for r in members if r.pool == ATTENTION and r.ready]
         right = isinstance(known.process, ExpertServer) and known.process.ever_corrupt
-        if not right and 2 * liars <= len(workers):
-            self.broken(
-                "who gives right replies is not fenced for wrong ones",
-                f"{known.name}, by {liars} of {len(workers)}",
-            )
+        for model in self.world.models:
+            # Those of each model judge for themselves: its experts may be damaged, and another's sound.
+            workers = [worker for worker in judges if worker is None or worker.model is model]
+            liars = sum(isinstance(worker, Worker) and known.name in worker.slandered for worker in workers)
+            right = right or 2 * liars > len(workers)
+        if not right:
+            self.broken("who gives right replies is not fenced for wrong ones", f"{known.name}, by {judges}")
         others = [record for record in members if record.pool == EXPERT]
         if len(others) + 1 < self._wanted_before or any(not r.ready or r.draining for r in others):
             self.broken("none is fenced for its replies while another is missing", f"{known.name}")
@@ -359,15 +379,13 @@ class Judge:
             for known in self.present.values():
                 record = state.members.get(known.name)
                 if (
-                    known.pool == pool
+                    self.models.group(known.pool, known.model) == pool
                     and record is not None
                     and not (record.draining or known.asked_to_drain)
                 ):
                     filled += doubts or not hearing.may_be_dead(known)
             if filled > self.wanted[pool]:
-                self.broken(
-                    "no more are ordered than wanted", f"{filled} in pool {pool}, {self.wanted[pool]} wanted"
-                )
+                self.broken("no more are ordered than wanted", f"{filled} in pool {pool}, {self.wanted[pool]} wanted")
 
     # What was published.
 
@@ -380,6 +398,7 @@ class Judge:
             for known in self.present.values():
                 known.waits_since_s = self.hearing.now_s
         self.epoch = shown.epoch
+        self.models.published(shown)
         members = self.world.members
         for row in shown.rows.values():
             if row.incarnation in self.fenced or row.incarnation not in self.present:
@@ -392,14 +411,13 @@ class Judge:
             if row.pool != EXPERT:
                 continue
             if row.serving & ~row.target:
-                self.broken(
-                    "who serves is to hold", f"{row.name} serves {row.serving & ~row.target:x} too many"
-                )
+                self.broken("who serves is to hold", f"{row.name} serves {row.serving & ~row.target:x} too many")
+            closed = united(m for m in self.world.models[1:] if m.hash not in known.opened)
+            if row.target & closed:
+                self.broken("a model is placed on who opened it", f"{row.name} is to hold {row.target & closed:x}")
             capacity = self.world.capacity
             if capacity and row.target.bit_count() > capacity:
-                self.broken(
-                    "nobody is over capacity", f"{row.name} has {row.target.bit_count()} of {capacity}"
-                )
+                self.broken("nobody is over capacity", f"{row.name} has {row.target.bit_count()} of {capacity}")
             if row.serving:
                 self._check_held(row, members.get(row.incarnation))
         if last is None:
@@ -418,6 +436,10 @@ class Judge:
                             "nothing is unloaded before all acked",
                             f"{name} asks {row.name} for {bits & shrunk:x}, out of its target",
                         )
+        if last.salt == shown.salt:
+            for hash in self.models.asleep(shown) - self.models.asleep(last):
+                if self.models.busy(hash):
+                    self.broken("only what nobody asks sleeps", f"{hash}, asked by {self.models.busy(hash)}")
         self.moves.changed(last, shown, self._planned)
 
     def _check_held(self, row: Row, process: Process | None) -> None:
@@ -427,9 +449,7 @@ class Judge:
             # An older journal says what it held once. It refuses the rest, and follows no View before it was heard.
             return
         if row.serving & ~held and (process is None or process.living):
-            self.broken(
-                "rows name servers that hold verified weights", f"{row.name} lacks {row.serving & ~held:x}"
-            )
+            self.broken("rows name servers that hold verified weights", f"{row.name} lacks {row.serving & ~held:x}")
 
     # What members and launchers do.
 
@@ -448,9 +468,7 @@ class Judge:
                 for dispatch in process.flights.values():
                     asked = any(bits >> pair[2] & 1 for pair in dispatch.pairs)
                     if dispatch.link.server is server and asked:
-                        self.broken(
-                            "nothing is unloaded before all acked", f"{process.name} has calls in flight"
-                        )
+                        self.broken("nothing is unloaded before all acked", f"{process.name} has calls in flight")
 
     def _exited(self, event: Exited) -> None:
         for known in self.present.values():
@@ -474,14 +492,19 @@ class Judge:
         members = {record.incarnation for record in state.members.values()}
         if members != set(self.present):
             self.broken("members are those that joined", f"{members ^ set(self.present)}")
+        for hash in self.models.asleep(shown):
+            if self.models.busy(hash):
+                self.broken("whoever asks wakes a model", f"{hash} sleeps, asked by {self.models.busy(hash)}")
         self._retirements_last(state)
         if state.wanted and dict(state.wanted) != self.wanted:
             self.broken("wanted sizes last", f"{dict(state.wanted)} for {self.wanted}")
         for row in shown.experts:
             record = state.members.get(row.name)
-            if record is not None and (record.serving, record.target) != (row.serving, row.target):
+            if record is None:
+                continue
+            if (shown.told(record.serving), shown.told(record.target)) != (row.serving, row.target):
                 self.broken("what changes is published", f"{row.name}")
-            if record is not None and row.serving:
+            if row.serving:
                 self._check_held(row, self.world.members.get(row.incarnation))
             self._watch(row)
 
@@ -491,7 +514,9 @@ class Judge:
         now_s = self.hearing.judged_s
         record = self.world.router.state.members[row.name]
         # What is to be let go stays until the acks, whoever says that he does not hold it.
-        waits = row.target & ~(record.retiring | (process.held if isinstance(process, ExpertServer) else 0))
+        waits = row.target & ~(
+            self.shown.told(record.retiring) | (process.held if isinstance(process, ExpertServer) else 0)
+        )
         told = process is not None and process.told_salt == self.world.router.state.salt
         if waits != known.waits or not told or self.world.router.problem or self.world.router.unwritable:
             # A server that has said nothing in this term is known from the journal alone. A router that cannot write
@@ -521,8 +546,8 @@ class Judge:
         if not shown.pool(GATEWAY):
             # Clients start one when they ask next.
             return "no gateway is a member"
-        rows = {pool: [r for r in shown.pool(pool) if r.phase != "draining"] for pool in LAUNCHED_POOLS}
-        for pool in LAUNCHED_POOLS:
+        rows = {pool: [r for r in self.of_group(shown, pool) if r.phase != "draining"] for pool in self.wanted}
+        for pool in self.wanted:
             found, wanted = rows[pool], self.wanted[pool]
             if len(found) < wanted:
                 return f"{len(found)} of {wanted} in pool {pool}"
@@ -530,9 +555,10 @@ class Judge:
             if len(found) > wanted and any(router.state.members[row.name].ordered for row in found):
                 return f"{len(found)} in pool {pool}, {wanted} wanted"
         for row in shown.rows.values():
-            if row.phase != "serving":
+            stays = self.models.awaits_one_who_can(shown, row)
+            if row.phase != "serving" and not stays:
                 return f"{row.name} is {row.phase}"
-            if router.state.members[row.name].operation:
+            if router.state.members[row.name].operation and not stays:
                 return f"{row.name} is retired and has not gone"
             if row.pool == EXPERT and row.target != row.serving:
                 return f"{row.name} serves {row.serving:x} of {row.target:x}"
@@ -549,4 +575,4 @@ class Judge:
                 if self.world.now_s < link.distrusted_s:
                     # It may yet be fenced for the replies that it gave.
                     return f"{row.name} distrusts {link.name}"
-        return self.moves.uneven(rows[EXPERT])
+        return self.models.unrest(shown) or self.moves.uneven(rows[EXPERT])

@@ -35,9 +35,7 @@ class Launcher:
         world, router = self.world, self.world.router
         if not self.down:
             linked = not world.network.is_cut(self.uid, ROUTER)
-            streams = (
-                router.up and self._attached_to == router.life and router.launchers.get(self.host) is self
-            )
+            streams = router.up and self._attached_to == router.life and router.launchers.get(self.host) is self
             if streams and not linked:
                 # The broken connection is noticed, here and there.
                 router.detach(self)
@@ -51,7 +49,7 @@ class Launcher:
         world.at(world.now_s + _RETRY_S * (0.5 + self.dice.random()), self.attach, None)
 
     def _unjoined(self) -> Counter[str]:
-        begun = Counter(p.pool for p in self.world.processes.values() if self._is_mine(p) and not p.name)
+        begun = Counter(p.group for p in self.world.processes.values() if self._is_mine(p) and not p.name)
         return +(self.starting + begun)
 
     def _is_mine(self, process: Process) -> bool:
@@ -72,11 +70,16 @@ class Launcher:
     def _start(self, pool: str) -> None:
         world = self.world
         self.starting[pool] -= 1
-        if self.failing:
+        model = world.judge.models.of_group(pool)
+        shown = world.router.shown
+        # Where to find a model's folder a View says.
+        name = pool.partition(":")[2]
+        named = not name or (shown is not None and name in {known.name for known in shown.models})
+        if self.failing or not named:
             self._pids += 1
             self.say_exit((self._pids, pool))
         else:
-            world.spawn(pool, self.host, ordered=True)
+            world.spawn(pool, self.host, ordered=True, model=model)
 
     def _stop(self, pid: int) -> None:
         for process in self.world.processes.values():
@@ -86,7 +89,7 @@ class Launcher:
 
     def saw_exit(self, process: Process) -> None:
         """A process of this host ended."""
-        pool = process.pool if process.ordered else ""
+        pool = process.group if process.ordered else ""
         self.world.at(self.world.now_s + 0.05 * self.dice.random(), self.say_exit, (process.pid, pool))
 
     def say_exit(self, what: tuple[int, str]) -> None:

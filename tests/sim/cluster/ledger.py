@@ -10,6 +10,7 @@ from tests.sim.cluster.workers import HEDGES_FREE, HEDGES_OF_CALLS, MASK, SLOTS,
 
 if TYPE_CHECKING:
     from tests.sim.cluster.clients import Request
+    from tests.sim.cluster.models import TrueModel
     from tests.sim.cluster.shell import Shown
     from tests.sim.cluster.world import World
 
@@ -52,7 +53,7 @@ class Ledger:
             "token indexes are contiguous",
             f"request {request.id}: index {index} after {len(tokens)} tokens",
         )
-        right = self._right(request.seed, index, tokens[-1] if tokens else 0)
+        right = self._right(request.model, request.seed, index, tokens[-1] if tokens else 0)
         self._check(
             token == right,
             "greedy output is that of a run without faults",
@@ -60,17 +61,16 @@ class Ledger:
         )
         tokens.append(token)
 
-    def _right(self, seed: int, index: int, last: int) -> int:
-        """The token that a run without faults gives."""
-        world = self.world
-        experts = world.experts
+    def _right(self, model: TrueModel, seed: int, index: int, last: int) -> int:
+        """The token that a run without faults gives, and without other models."""
+        experts = model.experts
         value = (((seed + index) * 0x9E3779B1) + last * 0x85EBCA6B + 12345) & MASK
-        for layer in range(world.layers):
-            first = value % experts
-            rows = [expert_row(layer * experts + first, value)]
-            if world.top_k == 2:
+        for layer in range(model.layers):
+            first, base = value % experts, model.at + layer * experts
+            rows = [expert_row(base + first, value)]
+            if model.top_k == 2:
                 second = (first + 1 + (value >> 8) % (experts - 1)) % experts
-                rows.append(expert_row(layer * experts + second, value))
+                rows.append(expert_row(base + second, value))
             for row in rows:
                 value = mixed(value, row)
         return value
@@ -112,6 +112,11 @@ class Ledger:
             "who drains gets no new streams",
             f"request {request.id} was given to {worker.name}",
         )
+        self._check(
+            worker.model is request.model,
+            "a request runs on a worker of its model",
+            f"request {request.id} of {request.model.hash} was given to {worker.name} of {worker.model.hash}",
+        )
         known = self.world.judge.present.get(worker.incarnation)
         self._check(
             known is None or known.begun,
@@ -129,17 +134,13 @@ class Ledger:
     def filled(self, call: Call, token: int, k: int) -> None:
         """An answer for (token, k) was taken."""
         filled = self._filled[call]
-        self._check(
-            (token, k) not in filled, "each (call, token, k) is combined once", f"({call.id}, {token}, {k})"
-        )
+        self._check((token, k) not in filled, "each (call, token, k) is combined once", f"({call.id}, {token}, {k})")
         filled.add((token, k))
 
     def combined(self, call: Call) -> None:
         """All answers of a layer were added up."""
-        wanted, found = len(call.values) * self.world.top_k, len(self._filled.pop(call))
-        self._check(
-            wanted == found, "each (call, token, k) is combined once", f"call {call.id}: {found} of {wanted}"
-        )
+        wanted, found = len(call.values) * call.top_k, len(self._filled.pop(call))
+        self._check(wanted == found, "each (call, token, k) is combined once", f"call {call.id}: {found} of {wanted}")
 
     def dropped(self, call: Call) -> None:
         """A call was abandoned: nobody waits for it."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from router.events import Acked, Command, Event, Exited, Join, Joined, Loaded, Routed, Stale, UnknownMember
 from router.view import ATTENTION, EXPERT
+from tests.sim.cluster.models import FIRST, TrueModel, united
 from tests.sim.cluster.network import ROUTER
 from tests.sim.cluster.shell import Packet, Shown
 
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
 
 _RETRY_MOST_S = 0.5
 _JOIN_S = 5.0
-EXPERT_BYTES = 1000
 _ROW_S = 0.005
 IDLE: dict[str, float] = {}
 
@@ -30,8 +30,12 @@ class Process:
 
     capacity = 0
 
-    def __init__(self, world: World, uid: int, pool: str, host: str, ordered: bool) -> None:
-        self.world, self.uid, self.pool, self.host, self.ordered = world, uid, pool, host, ordered
+    def __init__(
+        self, world: World, uid: int, group: str, host: str, ordered: bool, model: TrueModel | None = None
+    ) -> None:
+        self.world, self.uid, self.host, self.ordered = world, uid, host, ordered
+        self.group, self.pool = group, group.partition(":")[0]
+        self.model = model or world.models[0]
         self.dice = Random(f"{world.seed} process {uid}")
         self.pid = 1000 + uid
         self.name = ""
@@ -66,11 +70,11 @@ class Process:
             address="",
             pid=self.pid,
             host=self.host,
-            model_hash="m",
-            layers=world.layers,
-            experts=world.experts,
+            model_hash=self.model.hash,
+            layers=self.model.layers,
+            experts=self.model.experts,
             capacity=self.capacity,
-            expert_bytes=EXPERT_BYTES if self.pool == EXPERT else 0,
+            expert_bytes=self.model.expert_bytes if self.pool == EXPERT else 0,
             zone=self.host,
         )
         serial = self._serial
@@ -91,7 +95,9 @@ class Process:
             return
         joined = next((c for c in commands if isinstance(c, Joined)), None)
         if joined is None:
-            world.judge.broken("who fits may join", f"{commands} answered a {self.pool} that fits")
+            # Its model is none that is served, or the judge would not have let that pass.
+            self.end(True)
+            return
         self.name, self.incarnation = joined.name, joined.incarnation
         self.told_salt = self.incarnation >> 40
         self.spoke_s = world.now_s
@@ -272,12 +278,22 @@ class ExpertServer(Process):
     """An expert server: what it truly holds, and what it answers.
 
     target: as the newest View says. held: verified experts. broken_s: loading fails until then. factor: how many
-    times slower than usual it works. corrupt: its replies fail every check.
+    times slower than usual it works. corrupt: its replies fail every check. opened: models of which it can hold
+    experts; open_s: seconds that opening one takes, for those that suit it.
     """
 
-    def __init__(self, world: World, uid: int, pool: str, host: str, ordered: bool) -> None:
-        super().__init__(world, uid, pool, host, ordered)
+    def __init__(
+        self, world: World, uid: int, group: str, host: str, ordered: bool, model: TrueModel | None = None
+    ) -> None:
+        super().__init__(world, uid, group, host, ordered, model)
         self.capacity = world.capacity
+        self.opened = {FIRST}
+        opens = Random(f"{world.seed} opens {uid}")
+        # A server with a bound opens no second model; of others some lack the folder, or compute other numbers.
+        self.open_s = {
+            m.hash: opens.uniform(0.05, 2.0) for m in world.models[1:] if not self.capacity and opens.random() < 0.9
+        }
+        self._opening: set[str] = set()
         self.target = 0
         self.held = 0
         self.broken_s = 0.0
@@ -305,19 +321,54 @@ class ExpertServer(Process):
     def see(self, shown: Shown) -> None:
         row = shown.rows.get(self.name)
         target = row.target if row is not None and row.incarnation == self.incarnation else 0
+        listed = {model.hash for model in shown.models} if len(self.world.models) > 1 else {FIRST}
+        for hash in self.open_s if len(self.world.models) > 1 else ():
+            if hash in listed and hash not in self.opened and hash not in self._opening:
+                self._opening.add(hash)
+                self.world.at(self.world.now_s + self.open_s[hash], self._open, hash)
         unloaded = self.held & ~target
         if unloaded:
             self.world.judge.unloading(self, unloaded)
             self.held &= target
         self.target = target
-        if target & ~self.held:
+        self.opened &= listed | {FIRST}
+        if self._missing():
             if not self._loading:
                 self._load()
         else:
             self._tell_held()
 
+    def _missing(self) -> int:
+        """What it is to hold, could, and does not."""
+        models = self.world.models
+        can = united(m for m in models if m.hash in self.opened) if len(models) > 1 else -1
+        return self.target & ~self.held & can
+
+    def _open(self, hash: str) -> None:
+        """A model is open; whoever is in doubt looks whether it is still listed."""
+        world = self.world
+        if not self.living:
+            return
+        if self.asleep_s > world.now_s:
+            world.at(self.asleep_s, self._open, hash)
+            return
+        self._opening.discard(hash)
+        if self.view is not None and hash in {model.hash for model in self.view.models}:
+            self.opened.add(hash)
+            self._tell_held()
+            if self._missing() and not self._loading:
+                self._load()
+
+    def unopened(self) -> str:
+        """What it has not opened yet, or has to tell of that."""
+        if len(self.world.models) == 1 or self.view is None:
+            return ""
+        listed = {model.hash for model in self.view.models}
+        waits = [hash for hash in self.open_s if (hash in listed) != (hash in self.opened)]
+        return ", ".join(waits) or ("" if self._report is None else "and has to tell it")
+
     def _load(self) -> None:
-        missing = self.target & ~self.held
+        missing = self._missing()
         # It says what it has well before the router would take the copies back; only a slow server does not.
         in_time = int(self.world.config.move_s / 2 / self.world.pair_s)
         chosen, count = 0, max(1, min(in_time, self.dice.choice((1, 4, 100))))
@@ -349,8 +400,8 @@ class ExpertServer(Process):
         chosen, self._loading = self._loading, 0
         if self.broken_s <= world.now_s:
             # Weights that do not verify are fetched again; a target may have shrunk meanwhile.
-            self.held |= chosen & self.target
-        if self.target & ~self.held:
+            self.held |= chosen & self._missing()
+        if self._missing():
             self._tell_held()
             self._load()
         else:
@@ -362,9 +413,10 @@ class ExpertServer(Process):
 
     def _held_now(self, salt: int) -> Loaded:
         self._reports += 1
+        held = self.view.said(self.held) if self.view is not None else self.held
         return Loaded(
-            name=self.name, incarnation=self.incarnation, held=self.held, epoch=self.epoch, salt=salt,
-            number=self._reports,
+            name=self.name, incarnation=self.incarnation, held=held, epoch=self.epoch, salt=salt,
+            number=self._reports, opened=tuple(sorted(self.opened - {FIRST})),
         )  # fmt: skip
 
     def follows(self, shown: Shown) -> bool:

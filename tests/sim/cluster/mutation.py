@@ -12,8 +12,10 @@ from types import ModuleType
 from tests.router.scenarios import STORIES
 from tests.sim.cluster import runner
 from tests.sim.cluster.world import Step
-from tests.sim.core_mutants import MUTANTS, Mutant
+from tests.sim.core_mutants import CORE_MUTANTS, Mutant
+from tests.sim.model_mutants import MODEL_MUTANTS
 
+MUTANTS = CORE_MUTANTS | MODEL_MUTANTS
 # Their classes are those of the events and of everyone else's states.
 _SHARED = {"state", "events", "view", "bitmap"}
 # Changes nothing: whoever notices it notices the planting.

@@ -27,9 +27,7 @@ def check(plan: Plan) -> Plan:
         if kind not in KINDS:
             raise PlanInvalid(f"{kind} cannot be simulated; the simulator has {', '.join(KINDS)}.")
         if where:
-            raise PlanInvalid(
-                f"{kind} at {where} cannot be simulated: its calls have no such points; leave where out."
-            )
+            raise PlanInvalid(f"{kind} at {where} cannot be simulated: its calls have no such points; leave where out.")
     return plan
 
 
@@ -84,9 +82,7 @@ class Planned(Schedule):
             self._slow(process, fault.times, fault.for_s)
         else:
             if process is None or process.pool == GATEWAY:
-                raise PlanInvalid(
-                    f"{name} has no links that dispatch; name an expert server or attention worker."
-                )
+                raise PlanInvalid(f"{name} has no links that dispatch; name an expert server or attention worker.")
             self._filter((number, name), process, step)
 
     def _slow(self, server: ExpertServer, times: float, for_s: float) -> None:

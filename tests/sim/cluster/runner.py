@@ -19,7 +19,9 @@ MODES = (SAFETY, LIVENESS)
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One run to be made. keep: numbers of the faults that strike; None = all. plan: its faults alone; from a file."""
+    """One run to be made. keep: numbers of the faults that strike; None = all. plan: its faults alone; from a file.
+    models: of its pool; 0: as many as the seed says.
+    """
 
     seed: int
     mode: str
@@ -27,12 +29,14 @@ class Job:
     keep: frozenset[int] | None = None
     plan: Plan | None = None
     plan_path: str = ""
+    models: int = 0
 
     def command(self) -> str:
         """What replays it."""
         if self.plan is not None:
             return f"python -m tests.sim --plan {self.plan_path} --seed {self.seed}"
         text = f"python -m tests.sim --replay {self.seed} --mode {self.mode} --events {self.events}"
+        text += f" --models {self.models}" if self.models else ""
         if self.keep is None:
             return text
         return f"{text} --keep {','.join(map(str, sorted(self.keep))) or 'none'}"
@@ -60,7 +64,7 @@ class Result:
 def run(job: Job, step: Step = core_step) -> Result:
     """Make one run. A broken promise is in the result."""
     result = Result(job=job)
-    world = World(step, job.seed, job.mode, job.events, job.keep, job.plan)
+    world = World(step, job.seed, job.mode, job.events, job.keep, job.plan, job.models)
     try:
         world.run()
     except Violation as violation:
@@ -76,10 +80,10 @@ def run(job: Job, step: Step = core_step) -> Result:
     return result
 
 
-def jobs(first: int, seeds: int, events: int, mode: str) -> Iterator[Job]:
+def jobs(first: int, seeds: int, events: int, mode: str, models: int = 0) -> Iterator[Job]:
     """One job for each seed; with mode "both" seeds take turns."""
     for seed in range(first, first + seeds):
-        yield Job(seed=seed, mode=MODES[seed % 2] if mode == "both" else mode, events=events)
+        yield Job(seed=seed, mode=MODES[seed % 2] if mode == "both" else mode, events=events, models=models)
 
 
 def run_all(todo: Iterable[Job], processes: int) -> Iterator[Result]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any, get_args
 
+from router import bitmap
 from router.events import (
     Acked,
     Command,
@@ -21,9 +22,10 @@ from router.events import (
     UnknownMember,
 )
 from router.journal import Journal
-from router.records import phase
+from router.models import listed
+from router.records import phase, view_of
 from router.state import State
-from router.view import EXPERT
+from router.view import EXPERT, of_model
 from tests.sim.cluster.network import LOST, ROUTER
 
 if TYPE_CHECKING:
@@ -31,8 +33,10 @@ if TYPE_CHECKING:
 
     from tests.sim.cluster.launcher import Launcher
     from tests.sim.cluster.members import Process
+    from tests.sim.cluster.models import TrueModel
     from tests.sim.cluster.world import World
 
+NOTHING = 1 << 20  # commits that a journal lost of which nothing is left
 LOOK_EVERY = 250  # events between two looks at everything
 _KINDS: dict[type, int] = {kind: number for number, kind in enumerate(get_args(Event))}
 
@@ -40,25 +44,69 @@ _KINDS: dict[type, int] = {kind: number for number, kind in enumerate(get_args(E
 class Row:
     """One member as everyone sees it."""
 
-    __slots__ = ("incarnation", "name", "phase", "pool", "serving", "target")
+    __slots__ = ("incarnation", "model", "name", "phase", "pool", "serving", "target")
 
-    def __init__(self, name: str, pool: str, incarnation: int, phase: str, target: int, serving: int) -> None:
+    def __init__(
+        self, name: str, pool: str, incarnation: int, phase: str, target: int, serving: int, model: str
+    ) -> None:
         self.name, self.pool, self.incarnation = name, pool, incarnation
         self.phase, self.target, self.serving = phase, target, serving
+        self.model = model
 
 
 class Shown:
-    """What was published: rows by name, in the order of joining."""
+    """What was published: rows by name, in the order of joining; their bitmaps in the world's coordinates."""
 
-    __slots__ = ("epoch", "experts", "rows", "salt")
+    __slots__ = ("_parts", "_view", "_world", "epoch", "experts", "models", "rows", "salt")
 
-    def __init__(self, state: State) -> None:
-        self.epoch, self.salt = state.epoch, state.salt
+    def __init__(self, world: World, state: State) -> None:
+        self._world = world
+        self.epoch, self.salt, self.models = state.epoch, state.salt, listed(state)
+        # Of several models, whoever follows one reads the true View.
+        self._view = view_of(world.config, state) if len(world.models) > 1 else None
+        self._parts: dict[str, list[Row]] = {}
         self.rows = {
-            n: Row(n, r.pool, r.incarnation, phase(state, r), r.target, r.serving)
+            n: Row(n, r.pool, r.incarnation, phase(state, r), self.told(r.target), self.told(r.serving), r.model)
             for n, r in state.members.items()
         }
         self.experts = [row for row in self.rows.values() if row.pool == EXPERT]
+
+    def told(self, bits: int) -> int:
+        """A bitmap of the router's in the world's coordinates."""
+        if self._view is None or not bits:
+            return bits
+        found, known = 0, 0
+        for model in self.models:
+            found |= model.take(bits) << self._world.judge.models.true(model.hash).at
+            known |= model.put(bitmap.everything(model.layers, model.experts))
+        if bits & ~known:
+            self._world.judge.broken("no bit is of no model", f"epoch {self.epoch}: {bits & ~known:x}")
+        return found
+
+    def said(self, bits: int) -> int:
+        """A bitmap of the world's as whoever follows this View says it to the router."""
+        if self._view is None:
+            return bits
+        said = 0
+        for model in self.models:
+            true = self._world.judge.models.true(model.hash)
+            said |= model.put((bits & true.mask) >> true.at)
+        return said
+
+    def of(self, model: TrueModel) -> list[Row]:
+        """Expert servers as those see them who follow one model."""
+        if self._view is None:
+            return self.experts
+        if model.hash not in self._parts:
+            self._parts[model.hash] = [
+                Row(
+                    *(row.name, row.pool, row.incarnation, row.state),
+                    *(bitmap.from_bytes(bits) << model.at for bits in (row.target, row.serving)),
+                    row.model,
+                )
+                for row in of_model(self._view, model.hash).pool(EXPERT)
+            ]
+        return self._parts[model.hash]
 
     def pool(self, name: str) -> list[Row]:
         """Rows of one pool."""
@@ -70,9 +118,7 @@ class Packet:
 
     __slots__ = ("answer", "event", "sender")
 
-    def __init__(
-        self, event: Event, sender: int, answer: Callable[[list[Command] | None], None] | None = None
-    ) -> None:
+    def __init__(self, event: Event, sender: int, answer: Callable[[list[Command] | None], None] | None = None) -> None:
         self.event, self.sender, self.answer = event, sender, answer
 
 
@@ -124,13 +170,17 @@ class Router:
         self.stalled_s = 0.0
         self.launchers.clear()
         self.detaching.clear()
+        models = self.world.judge.models
+        named = models.remembered(Random(f"{self.world.seed} remembered {self.life}"))
         self.world.judge.router_started(self.state, restored=bool(older))
         self.give(Started(salt=(self.world.seed * 1_000_003 + self.life) & 0xFFFFF))
+        for entry in named:
+            self.give(entry)
         self.world.at(self.world.now_s + self.config.tick_s, self.tick, self.life)
 
     def _put_back(self, older: int) -> None:
         """Instead of the journal, a copy of it that is some commits older."""
-        copy = self.commits[-min(older, len(self.commits))]
+        copy = self.commits[-min(older, len(self.commits))] if older < NOTHING else State()
         self.restored += 1
         journal = Journal(Path(":memory:"))
         journal.save(State(), copy)
@@ -177,6 +227,7 @@ class Router:
         if self.journal is not None:
             self.journal.save(before, state)
         changed = state.members is not before.members or state.wanted is not before.wanted
+        changed = changed or state.models is not before.models
         if changed or state.epoch != before.epoch:
             self.commits.append(state)
         self.state = state
@@ -199,7 +250,7 @@ class Router:
     def _carry_out(self, command: Command) -> None:
         kind = type(command)
         if kind is Publish:
-            self.shown = Shown(self.state)
+            self.shown = Shown(self.world, self.state)
             self.world.judge.published(self.shown)
             for process in self.world.processes.values():
                 if process.name and not process.view_coming:
@@ -221,9 +272,7 @@ class Router:
         delay_s = world.network.delay(ROUTER, process.uid, process.dice) if shows else LOST
         if delay_s < 0:
             # The stream breaks and is opened again.
-            world.at(
-                world.now_s + 0.3 + 0.2 * process.dice.random(), self._show_again, (process, process.stream)
-            )
+            world.at(world.now_s + 0.3 + 0.2 * process.dice.random(), self._show_again, (process, process.stream))
         else:
             world.at(world.now_s + delay_s, process.view_arrives, (self.shown, process.stream))
 
@@ -244,6 +293,8 @@ class Router:
             world.at(self.stalled_s, self.take, packet)
             return
         world.happened += 1
+        if world.is_premature(packet.event):
+            return
         commands = self.give(packet.event) if self.up else None
         if packet.answer is not None:
             delay_s = world.network.delay(ROUTER, packet.sender, self.dice)
@@ -315,4 +366,4 @@ class Router:
 
 
 def _counters(state: State) -> tuple[object, ...]:
-    return state.salt, state.term, state.epoch, state.joined, state.model
+    return state.salt, state.term, state.epoch, state.joined, state.models

@@ -1,4 +1,4 @@
-"""Attention workers: streams of tokens, each made by calls to expert servers by the routes of the newest View.
+"""Attention workers, each of one model: streams of tokens, made by calls to expert servers by the newest View's routes.
 
 The client half follows experts/client.py: a View is adopted when no route is kept from older ones (the first, when each
 server that it names is attached) and no call in flight uses older routes; a slot is used again only after its reply;
@@ -18,6 +18,7 @@ from tests.sim.cluster.network import LOST
 
 if TYPE_CHECKING:
     from tests.sim.cluster.clients import Gateway
+    from tests.sim.cluster.models import TrueModel
     from tests.sim.cluster.shell import Row, Shown
     from tests.sim.cluster.world import World
 
@@ -42,9 +43,7 @@ class Stream:
 
     __slots__ = ("attempt", "ended", "gateway", "id", "index", "last", "most", "seed")
 
-    def __init__(
-        self, gateway: Gateway, id: int, attempt: int, seed: int, index: int, last: int, most: int
-    ) -> None:
+    def __init__(self, gateway: Gateway, id: int, attempt: int, seed: int, index: int, last: int, most: int) -> None:
         self.gateway, self.id, self.attempt, self.seed = gateway, id, attempt, seed
         self.index, self.last, self.most = index, last, most
         self.ended = False
@@ -105,10 +104,10 @@ class Dispatch:
 class Call:
     """One expert call: rows of one layer. rows[token][k] is filled once; open: pairs that nobody works on."""
 
-    __slots__ = ("hedged", "id", "layer", "missing", "open", "rows", "streams", "values")
+    __slots__ = ("hedged", "id", "layer", "missing", "open", "rows", "streams", "top_k", "values")
 
-    def __init__(self, id: int, streams: list[Stream], values: list[int]) -> None:
-        self.id, self.streams, self.values = id, streams, values
+    def __init__(self, id: int, top_k: int, streams: list[Stream], values: list[int]) -> None:
+        self.id, self.top_k, self.streams, self.values = id, top_k, streams, values
         self.layer = -1
         self.missing = 0
         self.hedged = False
@@ -119,8 +118,10 @@ class Call:
 class Worker(Process):
     """An attention worker."""
 
-    def __init__(self, world: World, uid: int, pool: str, host: str, ordered: bool) -> None:
-        super().__init__(world, uid, pool, host, ordered)
+    def __init__(
+        self, world: World, uid: int, group: str, host: str, ordered: bool, model: TrueModel | None = None
+    ) -> None:
+        super().__init__(world, uid, group, host, ordered, model)
         self.links: dict[str, Attached] = {}
         self.routes: dict[str, int] = {}
         self.streams: dict[int, Stream] = {}
@@ -136,8 +137,8 @@ class Worker(Process):
         self.damaged = False  # reads every reply as corrupt
         self.slanders = ""  # says so of this server, whatever it reads
         self.slandered: set[str] = set()
-        self._sent = [0] * (world.layers * world.experts)
-        self._batches = [0] * (world.layers * world.experts)
+        self._sent = [0] * (self.model.layers * self.model.experts)
+        self._batches = [0] * len(self._sent)
         self._told_s = world.now_s
 
     def routed(self) -> Routed | None:
@@ -168,8 +169,9 @@ class Worker(Process):
         self._settle(shown)
 
     def _settle(self, shown: Shown) -> None:
-        rows = {row.name: row for row in shown.experts}
-        wanted = [row for row in shown.experts if row.serving]
+        experts = shown.of(self.model)
+        rows = {row.name: row for row in experts}
+        wanted = [row for row in experts if row.serving]
         leaving = [name for name, link in self.links.items() if self._is_lost(link, rows.get(name))]
         missing = [row for row in wanted if row.name not in self.links or row.name in leaving]
         if not missing:
@@ -191,6 +193,8 @@ class Worker(Process):
         if not missing or (self._complete_epoch and not kept):
             self._complete_epoch = shown.epoch
         self.routes = routes
+        if any(bits & ~self.model.mask for bits in routes.values()):
+            self.world.judge.broken("a worker asks for experts of its own model", f"{self.name}: {routes}")
         self._table = None
         self._tables += 1
         for row in missing:
@@ -220,7 +224,8 @@ class Worker(Process):
         if self.asleep_s > world.now_s:
             world.at(self.asleep_s, self._attach, what)
             return
-        row = self.view.rows.get(name) if self.view is not None else None
+        rows = self.view.of(self.model) if self.view is not None else ()
+        row = next((row for row in rows if row.name == name), None)
         if row is None or row.incarnation != incarnation or not row.serving:
             self._attaching.discard(what)
             return
@@ -312,17 +317,18 @@ class Worker(Process):
             self._stepping = False
             return
         self._ids += 1
-        self.call = Call(self._ids, streams, [mixed(s.seed + s.index, s.last) for s in streams])
+        self.call = Call(self._ids, self.model.top_k, streams, [mixed(s.seed + s.index, s.last) for s in streams])
         world.at(world.now_s + _PATIENCE_S, self._watch, self.call)
         self._next_layer()
 
     def _next_layer(self) -> None:
         call, world = self.call, self.world
         call.layer += 1
-        if call.layer == world.layers:
+        model = self.model
+        if call.layer == model.layers:
             self._end_step(call)
             return
-        experts, top_k, base = world.experts, world.top_k, call.layer * world.experts
+        experts, top_k, base = model.experts, model.top_k, model.at + call.layer * model.experts
         call.open = []
         for token, value in enumerate(call.values):
             first = value % experts
@@ -331,9 +337,9 @@ class Worker(Process):
                 second = (first + 1 + (value >> 8) % (experts - 1)) % experts
                 call.open.append((token, 1, base + second, value))
         for _, _, bit, _ in call.open:
-            self._sent[bit] += 1
+            self._sent[bit - model.at] += 1
         for bit in {pair[2] for pair in call.open}:
-            self._batches[bit] += 1
+            self._batches[bit - model.at] += 1
         call.missing = len(call.open)
         call.rows = [[-1] * top_k for _ in call.values]
         self.calls += 1
@@ -342,8 +348,8 @@ class Worker(Process):
 
     def _rows(self) -> list[list[Attached]]:
         if self._table is None:
-            count = self.world.layers * self.world.experts
-            named = [(self.links[name], bits) for name, bits in self.routes.items()]
+            count = self.model.layers * self.model.experts
+            named = [(self.links[name], bits >> self.model.at) for name, bits in self.routes.items()]
             self._table = [[link for link, bits in named if bits >> bit & 1] for bit in range(count)]
         return self._table
 
@@ -360,7 +366,7 @@ class Worker(Process):
             if rows[pair[0]][pair[1]] >= 0:
                 continue  # a late reply brought it
             best, best_key = None, (9, 9)
-            for link in table[pair[2]]:
+            for link in table[pair[2] - self.model.at]:
                 key = (link.shunned + (world.now_s < link.distrusted_s), -link.free)
                 if link.free and key < best_key:
                     best, best_key = link, key
@@ -399,7 +405,7 @@ class Worker(Process):
             found = [(token, k, bit, -1) for token, k, bit, _ in found]
         self.flights.pop(dispatch.id, None)
         call = dispatch.call
-        if call is not self.call or call.layer != dispatch.pairs[0][2] // world.experts:
+        if call is not self.call or call.layer != self._layer(dispatch):
             self._adopt()
             return
         refused = False
@@ -419,6 +425,9 @@ class Worker(Process):
             # Its routes are older than the server's target, or it lost what it held: ask again a little later.
             link.shunned = True
             world.at(world.now_s + 0.03, self._again, call)
+
+    def _layer(self, dispatch: Dispatch) -> int:
+        return (dispatch.pairs[0][2] - self.model.at) // self.model.experts
 
     def _again(self, call: Call) -> None:
         if call is self.call and self.living:
@@ -490,13 +499,9 @@ class Worker(Process):
             late_s = world.now_s - dispatch.sent_s
             if dispatch.call is not call or late_s < _PATIENCE_S:
                 continue
-            elsewhere = any(link is not dispatch.link for link in table[dispatch.pairs[0][2]])
+            elsewhere = any(link is not dispatch.link for link in table[dispatch.pairs[0][2] - self.model.at])
             if late_s < 3 * _PATIENCE_S:
-                if (
-                    call.hedged
-                    or not elsewhere
-                    or self.hedges * HEDGES_OF_CALLS >= self.calls + HEDGES_FREE * 20
-                ):
+                if call.hedged or not elsewhere or self.hedges * HEDGES_OF_CALLS >= self.calls + HEDGES_FREE * 20:
                     continue
                 self.hedges += 1
                 call.hedged = True
@@ -527,5 +532,5 @@ class Worker(Process):
             return
         dispatch.given_up = True
         call = dispatch.call
-        if call is self.call and dispatch.pairs[0][2] // self.world.experts == call.layer:
+        if call is self.call and self._layer(dispatch) == call.layer:
             call.open += [pair for pair in dispatch.pairs if call.rows[pair[0]][pair[1]] < 0]

@@ -82,6 +82,11 @@ resources: {{ toYaml (index $.Values $role).resources | nindent 2 }}
 {{- if and $.Values.model.volume (ne $role "router") }}
 - {name: model, mountPath: {{ $.Values.model.path }}, readOnly: true}
 {{- end }}
+{{- range $.Values.models }}
+{{- if and .volume (ne $role "router") }}
+- {name: model-{{ include "eaas.slug" . }}, mountPath: {{ .path }}, readOnly: true}
+{{- end }}
+{{- end }}
 {{- end }}
 
 {{- define "eaas.volumes" -}}
@@ -92,6 +97,11 @@ resources: {{ toYaml (index $.Values $role).resources | nindent 2 }}
   emptyDir: {}
 {{- if and $.Values.model.volume (ne $role "router") }}
 - name: model {{- toYaml $.Values.model.volume | nindent 2 }}
+{{- end }}
+{{- range $.Values.models }}
+{{- if and .volume (ne $role "router") }}
+- name: model-{{ include "eaas.slug" . }} {{- toYaml .volume | nindent 2 }}
+{{- end }}
 {{- end }}
 {{- end }}
 
@@ -112,15 +122,20 @@ lifecycle:
         - --tls-dir=/tls
 {{- end }}
 
-{{/* Arguments of every member. Call with (list $ "role"). */}}
+{{/* Arguments of every member. Call with (list $ "role" folder-of-its-model). */}}
 {{- define "eaas.member" -}}
 {{- $ := index . 0 }}{{ $role := index . 1 }}{{ $values := index $.Values $role -}}
 - --router={{ include "eaas.router" $ }}
-- --model={{ $.Values.model.path }}
+- --model={{ index . 2 }}
 - --host=0.0.0.0
 - --port={{ $values.port }}
 - --tls-dir=/tls
 - --log-format=json
+{{- end }}
+
+{{/* What names of objects end in and pods are labeled with, of a model's attention workers. Call with the model. */}}
+{{- define "eaas.slug" -}}
+{{ regexReplaceAll "[^a-z0-9]+" (lower (.name | default "")) "-" | trunc 40 | trimSuffix "-" }}
 {{- end }}
 
 {{/* How rows travel: nothing leaves a node unencrypted without a word for it. */}}

@@ -56,6 +56,19 @@ function draw() {
   if (board.inspection) drawInspection(board.inspection);
   drawHappenings();
 }
+function drawModels() {
+  const links = at("models"), names = JSON.stringify(board.models);
+  // Made anew they would lose the focus.
+  if (links.dataset.names === names) return;
+  links.dataset.names = names;
+  links.hidden = board.models.length < 2;
+  links.replaceChildren(...board.models.map((name) => {
+    const link = make("a", name);
+    link.setAttribute("href", "?model=" + encodeURIComponent(name));
+    if (name === board.gateway.model) link.setAttribute("aria-current", "page");
+    return link;
+  }));
+}
 function drawTop() {
   at("bar").className = "bar " + board.verdict;
   const verdict = `${VERDICTS[board.verdict]} ${board.verdict.toUpperCase()}`;
@@ -64,6 +77,7 @@ function drawTop() {
   const said = [...board.facts, board.rates.failed ? `${board.rates.failed} requests failed` : "no request failed"];
   for (const router of board.routers) said.push(router.name + " " + router.state);
   at("facts").replaceChildren(...said.map((text, place) => make("span", text, place ? "" : "model")));
+  drawModels();
   at("clock").textContent = clock(board.at_s) + " UTC";
   at("reasons").replaceChildren(...board.reasons.map((reason) => {
     const line = make("li");
@@ -296,7 +310,7 @@ if (location.hash.startsWith("#key=")) {
   key = decodeURIComponent(location.hash.slice(5));
   sessionStorage.setItem("eaas-key", key);
   // It must not stay in the address, which is copied and shown.
-  history.replaceState(null, "", location.pathname);
+  history.replaceState(null, "", location.pathname + location.search);
 }
 at("ask").addEventListener("submit", (event) => {
   event.preventDefault();
@@ -311,7 +325,7 @@ async function listen() {
   let timer = setTimeout(() => stop.abort(), SILENCE_MS);
   try {
     const headers = key ? { authorization: "Bearer " + key } : {};
-    const reply = await fetch("dashboard/events", { headers, signal: stop.signal, cache: "no-store" });
+    const reply = await fetch("dashboard/events" + location.search, { headers, signal: stop.signal, cache: "no-store" });
     if (reply.status === 401 || reply.status === 403) return "key";
     if (!reply.ok) return reply.status === 503 ? "the gateway feeds as many views as it can" : "the gateway answers " + reply.status;
     const reader = reply.body.pipeThrough(new TextDecoderStream()).getReader();
