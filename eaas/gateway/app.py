@@ -93,7 +93,7 @@ class OperatingRoutes:
         return JSONResponse(self.model_card(self._gateway.find(name)))
 
     async def health(self) -> Response:
-        """GET /health and /ping: 200 when a request for any model could be served now, else 503 with the reason."""
+        """GET /health and /ping: 200 when requests for some model could be served now, else 503 with the reason."""
         gateway = self._gateway
         drains = "it drains, another gateway has taken its place" if gateway.draining else ""
         reason = drains or gateway.unready_reason()

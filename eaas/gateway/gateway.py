@@ -68,15 +68,14 @@ class Served:
 
     Attributes:
         leaving: It takes no new requests.
-        late: It came after this gateway's start.
         running: Its requests in progress.
         dashboard: What is shown of it.
     """
 
     dashboard: Dashboard
 
-    def __init__(self, model: ServedModel, config: GatewayConfig, metrics: GatewayMetrics, *, late: bool) -> None:
-        self.model, self.config, self.metrics, self.late = model, config, metrics, late
+    def __init__(self, model: ServedModel, config: GatewayConfig, metrics: GatewayMetrics) -> None:
+        self.model, self.config, self.metrics = model, config, metrics
         self.pool = WorkerPool(config, metrics)
         metrics.workers, metrics.waiting = self.pool.links, lambda: self.pool.waiting
         self.leaving = False
@@ -242,12 +241,15 @@ class Gateway:
         return self._inspected.get(name) or self.find(name).pool.inspections
 
     def unready_reason(self) -> str:
-        """Why this gateway should be asked nothing: some model has no worker; empty when each has one."""
+        """Why this gateway should be asked nothing: no model has a worker; empty when some model has one.
+
+        A model that has lost its workers, or was scaled to none, takes no other down with it: its requests wait for
+        the next worker.
+        """
         listed = self.listed
         found = {name: reason for name, served in listed.items() if (reason := served.pool.unready_reason())}
         if len(found) < len(listed):
-            # One that was added later has none at first, which is no reason to turn away whoever asks for another.
-            found = {n: reason for n, reason in found.items() if listed[n].pool.greeted or not listed[n].late}
+            found = {}
         for entry in self.view.models if self.view is not None else ():
             first = entry.hash in self._first and entry.hash in self._tried
             if first and entry.hash not in self._served and not entry.leaving:
@@ -274,7 +276,7 @@ class Gateway:
     async def lifespan(self, _: FastAPI) -> AsyncIterator[None]:
         """Follow the router, and the workers of each model, until shutdown."""
         loop = self._loop = asyncio.get_running_loop()
-        own = self._serve(self._model, self.metrics, late=False)
+        own = self._serve(self._model, self.metrics)
         self.models = {own.model.name: own}
 
         def on_view(view: View) -> None:
@@ -373,12 +375,12 @@ class Gateway:
             return
         view = self.view
         if view is not None and entry.hash not in self._served and self._tried.get(entry.hash) is entry:
-            self._serve(model, self._counters(model.name), late=entry.hash not in self._first)
+            self._serve(model, self._counters(model.name))
             log.info("model_served name=%s path=%s", entry.name, entry.path)
             self.follow(view)
 
-    def _serve(self, model: ServedModel, metrics: GatewayMetrics, *, late: bool) -> Served:
-        served = Served(model, self.config, metrics, late=late)
+    def _serve(self, model: ServedModel, metrics: GatewayMetrics) -> Served:
+        served = Served(model, self.config, metrics)
         served.dashboard = Dashboard(self, served, self.views.snapshot)
         metrics.gauges = {name: (text, partial(read, served)) for name, (text, read) in self.gauges.items()}
         served.pool.on_silent = self._on_silent

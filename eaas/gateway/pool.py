@@ -61,7 +61,6 @@ class WorkerPool:
         self._paused: dict[str, Sequence] = {}
         # An operator has everybody wait.
         self.held = False
-        self.greeted = False  # some worker has been ready
         self._trial = Trial()
         self.inspections = Inspections(self.links)
         self.eta = Eta()
@@ -252,7 +251,6 @@ class WorkerPool:
     def link_ready(self, link: WorkerLink) -> None:
         """A worker can take requests."""
         if self._workers.accepts(link):
-            self.greeted = True
             self.inspections.link_ready(link)
             self._place_waiting()
             self._relieve(link)

@@ -543,13 +543,17 @@ def headline(state: Mapping[str, Any]) -> str:
     well = ("serving", "standby") if "serving" in routers.values() else ()
     away = next((name for name, state in routers.items() if state not in well), "")
     held = state["replicas_min"]
-    verdict = "DEGRADED" if away or not state["gateway"]["ready"] or (held or 0) < (wanted or 1) else "whole"
+    gateway = state["gateway"]
+    # A gateway is ready for the other models where one has no worker.
+    lacks = [f"{it['name']}: {it['reason']}" for it in gateway["models"] if it["reason"] and not it["leaving"]]
+    verdict = "DEGRADED" if away or not gateway["ready"] or lacks or (held or 0) < (wanted or 1) else "whole"
     asleep = [model["state"] == "asleep" for model in state["models"]]
     served = f"{len(asleep)} models" if len(asleep) > 1 else state["model"]
     served += "" if not any(asleep) else " (asleep)" if all(asleep) else f" ({sum(asleep)} asleep)"
     text = f"{served}: {verdict}, {many(serving, 'expert server')} serving"
     if not (asleep and all(asleep)):
         text += f", every expert {'of those awake ' if any(asleep) else ''}on {held} of {wanted}"
+    text += "".join(f"; {lack}" for lack in lacks)
     return text + (f"; {away} does not answer, so this is as of epoch {state['epoch']}" if away else "")
 
 

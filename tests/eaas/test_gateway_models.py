@@ -482,8 +482,8 @@ def test_one_page_has_the_counters_of_each_model_under_its_name(served: Two) -> 
     assert told == [("tiny", "serving", 1), ("b", "serving", 1)]
 
 
-def test_a_gateway_is_ready_when_each_model_has_a_worker_and_says_which_lacks_one(two: Two) -> None:
-    two.show(workers=(two.own,))
+def test_a_model_without_workers_takes_no_other_model_down_with_it(two: Two) -> None:
+    two.show(workers=())
     with gateway_url(two.world) as two.url:
         two.until_listed("tiny", "b")
 
@@ -491,36 +491,26 @@ def test_a_gateway_is_ready_when_each_model_has_a_worker_and_says_which_lacks_on
             reply = httpx.get(f"{two.url}/health")
             return reply.status_code, reply.text
 
-        eventually(lambda: two.workers() == [1, 0], "one worker")
+        def lacks() -> list[str]:
+            models = httpx.get(f"{two.url}/status").json()["gateway"]["models"]
+            return [model["name"] for model in models if model["reason"]]
+
+        eventually(lambda: lacks() == ["tiny", "b"], "nobody has any")
         status, said = health()
-        assert status == 503 and "model b: the router knows no attention worker" in said and "tiny" not in said
+        assert status == 503 and all(f"model {name}: the router knows no" in said for name in ("tiny", "b"))
+        for worker, other in ((two.own, "b"), (two.other, "tiny")):
+            two.show(workers=(worker,))
+            eventually(lambda other=other: lacks() == [other], "one lacks")
+            assert health()[0] == 200
         two.show()
-        eventually(lambda: health()[0] == 200, "both")
-        two.show(workers=(two.other,))
-        eventually(lambda: health()[0] == 503, "one lacks")
-        assert "model tiny: the router knows no attention worker" in health()[1]
+        eventually(lambda: lacks() == [] and health()[0] == 200, "both")
         two.show(two.own_entry(leaving=True), two.entry(), workers=(two.other,))
-        eventually(lambda: health()[0] == 200, "who leaves lacks nothing")
+        eventually(lambda: lacks() == ["tiny"], "the first goes")
+        assert health()[0] == 200, "who leaves lacks nothing"
+        two.show(two.own_entry(leaving=True), two.entry(), workers=(two.own,))
+        eventually(lambda: health()[0] == 503, "no other is left")
         two.show(two.own_entry(leaving=True), two.entry(leaving=True))
         eventually(lambda: health()[0] == 503, "nothing can be asked")
-
-
-def test_a_model_that_is_added_later_turns_nobody_away_before_it_has_a_worker(two: Two) -> None:
-    two.show(two.own_entry(), workers=(two.own,))
-    with gateway_url(two.world) as two.url:
-        eventually(lambda: httpx.get(f"{two.url}/health").status_code == 200, "ready")
-        two.show(workers=(two.own,))
-        two.until_listed("tiny", "b")
-        assert httpx.get(f"{two.url}/health").status_code == 200
-        two.show(two.own_entry(leaving=True), two.entry(), workers=(two.own,))
-        eventually(lambda: httpx.get(f"{two.url}/health").status_code == 503, "no other is left")
-        two.show()
-        eventually(lambda: two.workers() == [1, 1], "its first")
-        two.show(workers=(two.own,))
-        eventually(lambda: httpx.get(f"{two.url}/health").status_code == 503, "it has none any more")
-        two.show(workers=())
-        eventually(lambda: two.workers() == [0, 0], "none at all")
-        assert httpx.get(f"{two.url}/health").status_code == 503
 
 
 def test_a_job_of_a_model_that_was_removed_fails_in_words_and_that_of_another_ends(two: Two, tmp_path: Path) -> None:
