@@ -107,7 +107,7 @@ class Run:
             block_tokens=BLOCK_TOKENS, vocab=spec.vocab, prefix_reuse=False,
         )  # fmt: skip
         self._engine, self._inspector = Engine(driven.decoder, config), inspector
-        self._engine.inspector = inspector
+        self._engine.inspect(inspector)
         self.tokens: dict[str, list[int]] = {}
         params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
         for number, prompt in enumerate(prompts):

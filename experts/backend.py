@@ -189,9 +189,7 @@ class ClientBackend(Protocol):
             wait_ns: Of each call: with many rows there are several.
 
         Raises:
-            ExpertsLost: no live replica answered in time; `out` is untouched.
-            ValueError: a layer or an expert id is out of range; `out` is untouched.
-            MemoryError: none is left; `out` is untouched.
+            ExpertsLost, ValueError, MemoryError: as `experts.client.ExpertClient.apply`.
             TypeError: rows lie in a device's memory here; a decoder launches the calls.
         """
         ...

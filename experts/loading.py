@@ -88,7 +88,7 @@ class Loader:
         self._models = {self._own: Opened(server, weights)}
         self._held: set[Place] = set()
         self._has_held = False
-        self._damaged = 0
+        self.damaged = 0  # experts found so after they had been loaded
         self._scrubbed: Place = ("", -1, -1)
         self._scrub_s = 0.0  # when the next of those that are held is to be read, by time.monotonic()
         self._doubted: Place | None = None
@@ -131,11 +131,6 @@ class Loader:
     def holds(self, model_hash: str, layer: int, expert: int) -> bool:
         """Whether this server serves an expert, whose bytes it verified."""
         return (model_hash, layer, expert) in self._held
-
-    @property
-    def damaged(self) -> int:
-        """How many experts were found damaged after they had been loaded."""
-        return self._damaged
 
     def close(self) -> None:
         """Stop after the expert being loaded. Idempotent."""
@@ -224,15 +219,12 @@ class Loader:
             # At once, whoever else holds it: an answer from these bytes would look like any other.
             server.clear_expert(layer, expert)
             self._held.discard(place)
-            self._damaged += 1
+            self.damaged += 1
             log.error("weights_damaged name=%s model=%.16s layer=%d expert=%d", self._name, *place)
             return place
         if doubted:
             self._sound_s[doubted] = time.monotonic()
         return None
-
-    def _superseded(self, view: View) -> bool:
-        return self._closed or self._view is not view
 
     def _reach(self, view: View) -> dict[str, str]:
         """Load and drop what this View wants. Returns why experts are missing, by model; empty where none is."""
@@ -279,7 +271,7 @@ class Loader:
             except WeightsUnavailable as unavailable:
                 missing[place[0]] = str(unavailable)
                 log.warning("weights_unavailable reason=%s", unavailable)
-            if self._superseded(view):
+            if self._closed or self._view is not view:
                 return missing
             # Loading another model takes minutes, in which what is held goes bad too.
             self._doubted = self._doubtful()

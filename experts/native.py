@@ -41,7 +41,7 @@ def load() -> ctypes.CDLL:
     """Load _experts.so once, declare its functions, and apply EAAS_ISA.
 
     Raises:
-        NativeMissing: it has not been built, does not load, or was built from other headers.
+        NativeMissing: as `open_library`.
         IsaUnavailable: EAAS_ISA asks for what this machine cannot run.
     """
     library = open_library(LIBRARY, "experts", _DECLARED.functions())

@@ -36,6 +36,7 @@ RUN_NS = 1_000_000_000
 MOST_CONFIG_BYTES = 1 << 20
 
 Reply = TypeVar("Reply")
+Who = TypeVar("Who")
 
 
 class ServerClosed(RuntimeError):
@@ -69,8 +70,7 @@ class HeldModel:
         """Serve an expert from packed weights, which stay mapped until `clear_expert` returns.
 
         Raises:
-            ValueError: there is no such expert.
-            WeightsBroken: a device's memory holds something else than was written, or has no room.
+            ValueError, WeightsBroken: as `experts.backend.ServerBackend.set_expert`.
             ServerClosed: its server was closed, or this model of it.
         """
         with self._lock:
@@ -393,31 +393,27 @@ class ExpertsService(rpc.ExpertsServicer):
         self.sender: WeightSender | None = None
 
     def Attach(self, request: pb.AttachRequest, context: grpc.ServicerContext) -> pb.AttachReply:
-        # Once: it becomes None again when the process ends.
-        server = self.server
-        return _answer(context, pb.AttachReply, server and (lambda: server.attach(request)))
+        return _answer(context, pb.AttachReply, self.server, lambda server: server.attach(request))
 
     def Describe(self, request: pb.DescribeRequest, context: grpc.ServicerContext) -> pb.DescribeReply:
-        server = self.server
-        return _answer(context, pb.DescribeReply, server and (lambda: server.describe(request)))
+        return _answer(context, pb.DescribeReply, self.server, lambda server: server.describe(request))
 
     def Manifest(self, request: pb.ManifestRequest, context: grpc.ServicerContext) -> pb.ManifestReply:
-        sender = self.sender
-        return _answer(context, pb.ManifestReply, sender and (lambda: sender.manifest(request)))
+        return _answer(context, pb.ManifestReply, self.sender, lambda sender: sender.manifest(request))
 
     def Give(self, request_iterator: Iterator[pb.GiveRequest], context: grpc.ServicerContext) -> pb.GiveReply:
-        sender = self.sender
-        return _answer(
-            context, pb.GiveReply, sender and (lambda: sender.give(request_iterator, context.time_remaining()))
-        )
+        left_s = context.time_remaining()
+        return _answer(context, pb.GiveReply, self.sender, lambda sender: sender.give(request_iterator, left_s))
 
 
-def _answer(context: grpc.ServicerContext, refusal: Callable[[], Reply], act: Callable[[], Reply] | None) -> Reply:
-    """What `act` returns, or the status that it refuses with."""
+def _answer(
+    context: grpc.ServicerContext, refusal: Callable[[], Reply], who: Who | None, act: Callable[[Who], Reply]
+) -> Reply:
+    """What `act` makes of who is there, or the status that it refuses with."""
     try:
-        if act is None:
+        if who is None:
             raise Refused(grpc.StatusCode.UNAVAILABLE, "This process is no member; try again.")
-        return act()
+        return act(who)
     except Refused as refused:
         log.warning("refused peer=%s reason=%s", context.peer(), refused)
         context.set_code(refused.code)

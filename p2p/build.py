@@ -24,22 +24,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMON = ("-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-ffp-contract=off", "-pthread")
-ISA_FLAGS: dict[str, tuple[str, ...]] = {
-    "portable": (),
-    "avx2": ("-mavx2", "-mfma", "-mf16c"),
-    "avx512": (
-        "-mavx512f",
-        "-mavx512bw",
-        "-mavx512vl",
-        "-mavx512dq",
-        "-mavx512bf16",
-        "-mavx512vnni",
-        "-mavx512vbmi",
-        "-mavx2",
-        "-mfma",
-        "-mf16c",
-    ),
-}
+_AVX2 = ("-mavx2", "-mfma", "-mf16c")
+_AVX512 = tuple(f"-mavx512{part}" for part in ("f", "bw", "vl", "dq", "bf16", "vnni", "vbmi"))
+ISA_FLAGS: dict[str, tuple[str, ...]] = {"portable": (), "avx2": _AVX2, "avx512": (*_AVX512, *_AVX2)}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -68,7 +68,9 @@ class Device:
         try:
             with self.current():
                 self._call("Making a stream", "cuStreamCreate", byref(self._stream), _NON_BLOCKING)
-            self.granularity = self._granularity()
+            size, doing = c_size_t(), "Asking for its granularity"
+            self._call(doing, "cuMemGetAllocationGranularity", byref(size), self.properties(), _RECOMMENDED)
+            self.granularity = size.value
         except BaseException:
             self.close()
             raise
@@ -117,11 +119,6 @@ class Device:
             location=Location(_ON_DEVICE, self.facts.ordinal),
             rdma=int(rdma and self.facts.exports_rdma),
         )
-
-    def _granularity(self) -> int:
-        size, doing = c_size_t(), "Asking for its granularity"
-        self._call(doing, "cuMemGetAllocationGranularity", byref(size), self.properties(), _RECOMMENDED)
-        return size.value
 
     def register(self, host_address: int, nbytes: int) -> int:
         """Pin host memory, and let kernels use it: its address for them."""

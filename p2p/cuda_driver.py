@@ -44,26 +44,15 @@ class Location(ctypes.Structure):
 
 
 class AllocationProperties(ctypes.Structure):
-    """CUmemAllocationProp, 32 bytes, of which the last 8 are allocFlags::
-
-    offset  size  field
-         0     4  type
-         4     4  requestedHandleTypes
-         8     8  location
-        16     8  win32HandleMetaData, null
-        24     1  compressionType
-        25     1  gpuDirectRDMACapable
-        26     2  usage
-        28     4  reserved, zero
-    """
+    """CUmemAllocationProp, 32 bytes, of which the last 8 are allocFlags."""
 
     _fields_ = (
         ("type", c_int),
-        ("handle_types", c_int),
+        ("handle_types", c_int),  # requestedHandleTypes
         ("location", Location),
-        ("win32", c_void_p),
+        ("win32", c_void_p),  # win32HandleMetaData, null
         ("compression", c_ubyte),
-        ("rdma", c_ubyte),
+        ("rdma", c_ubyte),  # gpuDirectRDMACapable
         ("usage", c_ushort),
         ("reserved", c_ubyte * 4),
     )

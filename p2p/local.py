@@ -44,7 +44,7 @@ from p2p.shm_link import (
     answer,
     call,
     create_memory,
-    link_status,
+    hung_up,
     map_memory,
     new_token,
 )
@@ -219,20 +219,20 @@ class LocalEndpoint(ABC):
         check_words(peer.nbytes, offset)
         with self._lock:
             memory = peer._require_open()
-            if _link_is_gone(peer._link):
+            if hung_up(peer._link):
                 raise PeerGone(f"{peer.name} has ended or withdrew the window; use another.")
             memory.store_signal(offset, value)
 
     def progress(self) -> None:
         """Free retired windows whose peers have let go."""
         with self._lock:
-            for window in [window for window in self._retired if _link_is_gone(window._link)]:
+            for window in [window for window in self._retired if hung_up(window._link)]:
                 self._retired.remove(window)
                 window._release()
 
     def status(self, link: LocalWindow | LocalPeer) -> Status:
         with self._lock:
-            return Status.GONE if link._memory is None or _link_is_gone(link._link) else Status.ALIVE
+            return Status.GONE if link._memory is None or hung_up(link._link) else Status.ALIVE
 
     def disconnect(self, peer: LocalPeer) -> None:
         """Unmap a peer's window and hang up; idempotent. Stop native code and kernels that write there first."""
@@ -268,7 +268,7 @@ class LocalEndpoint(ABC):
             if window not in self._windows:
                 return
             self._windows.remove(window)
-            if window._link is None or _link_is_gone(window._link):
+            if window._link is None or hung_up(window._link):
                 window._release()
                 return
             # Asks the peer to let go; its hang-up is the proof that the memory may be freed.
@@ -314,7 +314,3 @@ class ShmEndpoint(LocalEndpoint):
 
     def _mapper(self, offer: Descriptor) -> Callable[[int], Memory]:
         return lambda fd: HostMemory(map_memory(fd, offer.nbytes))
-
-
-def _link_is_gone(link: socket.socket | None) -> bool:
-    return link is not None and link_status(link) is Status.GONE

@@ -126,11 +126,7 @@ def open_library(
 
 @cache
 def load() -> ctypes.CDLL:
-    """Load _p2p.so once and declare its functions. Calls release the GIL and keep errno for ctypes.get_errno.
-
-    Raises:
-        NativeMissing: it has not been built, does not load, or was built from other headers.
-    """
+    """Load _p2p.so once and declare its functions; raises as `open_library`. Calls keep errno for ctypes.get_errno."""
     declared = Declarations("p2p", "frame window doorbell lanes faults monitor carrier nixl_library")
     return open_library(LIBRARY, "p2p", declared.functions(), keep_errno=True)
 

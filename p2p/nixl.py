@@ -108,7 +108,9 @@ class NixlPeer(Peer):
     @property
     def slow(self) -> bool:
         """By native/monitor.h."""
-        return self._endpoint._is_slow(self)
+        endpoint = self._endpoint
+        with endpoint._lock:
+            return self._memory is not None and endpoint.monitor(self).read().state is ChannelState.SLOW
 
 
 L = TypeVar("L", NixlWindow, NixlPeer)
@@ -207,7 +209,10 @@ class NixlEndpoint:
                 *(carrier, memory.address, nbytes, incarnation, token, error, len(error))
             )
             if link is None:
-                raise P2PError(f"{self._rails_text()} cannot be opened: {error.value.decode()}. {self._devices_text()}")
+                raise P2PError(
+                    f"{self._rails_text()} cannot be opened: {error.value.decode()}. This machine has "
+                    f"{', '.join(nixl_native.devices())}; name those to use in `rails`."
+                )
             address = ctypes.create_string_buffer(nixl_native.LINK_ADDRESS_BYTES)
             length = self.library.p2p_link_address(link, address)
             if not length:
@@ -287,10 +292,6 @@ class NixlEndpoint:
             peer._require_open()
             yield
 
-    def _is_slow(self, peer: NixlPeer) -> bool:
-        with self._lock:
-            return peer._memory is not None and self.monitor(peer).read().state is ChannelState.SLOW
-
     def rail_counts(self, peer: NixlPeer) -> tuple[RailCounts, ...]:
         """What each of the owner's rails carries, in their order; empty once this side disconnected."""
         rails: list[RailCounts] = []
@@ -365,6 +366,3 @@ class NixlEndpoint:
     def _rails_text(self) -> str:
         named = ", ".join(rail for rail in self.rails if rail)
         return f"rails {named}" if named else "the rails that UCX chose"
-
-    def _devices_text(self) -> str:
-        return f"This machine has {', '.join(nixl_native.devices())}; name those to use in `rails`."

@@ -17,8 +17,7 @@ Answer, 16 bytes, with two file descriptors (window, doorbell page) beside it wh
          4     4  verdict
          8     8  nbytes of the window
 
-After that the socket stays silent. It is the proof of life: the kernel hangs it up when the process ends,
-after all its memory mappings are gone.
+After that the socket stays silent: it is the proof of life that local.py tells of.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from enum import IntEnum
 from typing import Final
 
 from p2p.descriptor import TOKEN_BYTES, Descriptor
-from p2p.endpoint import ConnectRefused, Status
+from p2p.endpoint import ConnectRefused
 from p2p.memory import HostMemory, Memory
 
 HANDSHAKE_S: Final = 1.0
@@ -102,11 +101,13 @@ def map_memory(fd: int, nbytes: int) -> mmap.mmap:
     return mmap.mmap(fd, nbytes)
 
 
-def link_status(link: socket.socket) -> Status:
-    """GONE once the other side of the socket has ended, closed or withdrawn."""
+def hung_up(link: socket.socket | None) -> bool:
+    """Whether the other side of the socket has ended, closed or withdrawn."""
+    if link is None:
+        return False
     poll = select.poll()
     poll.register(link, select.POLLRDHUP)
-    return Status.GONE if any(events & _HUNG_UP for _, events in poll.poll(0)) else Status.ALIVE
+    return any(events & _HUNG_UP for _, events in poll.poll(0))
 
 
 def same_user(link: socket.socket) -> bool:

@@ -13,7 +13,7 @@ import asyncio
 import json
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from router.etcd import Etcd, EtcdUnavailable, Operation, created, delete, get, modified, pairs, put
@@ -34,7 +34,7 @@ class Election:
     leader: address of the router that leads, as far as known. problem: why etcd cannot be asked, or empty.
     """
 
-    def __init__(self, etcd: Etcd, prefix: str, ttl_s: float, clock: Callable[[], float] = boot_s) -> None:
+    def __init__(self, etcd: Etcd, prefix: str, ttl_s: float) -> None:
         """Args: prefix: of the cluster's keys. ttl_s: lease of the leader; etcd may make it longer.
 
         Raises:
@@ -47,7 +47,6 @@ class Election:
         self.key = f"{prefix}leader"
         self._etcd = etcd
         self._ttl_s = ttl_s
-        self._clock = clock
         self._lease = ""
         self._revision = ""
         self._until_s = float("-inf")
@@ -61,7 +60,7 @@ class Election:
 
     def leads(self) -> bool:
         """True while no other router can lead."""
-        return self._clock() < self._until_s
+        return boot_s() < self._until_s
 
     def held(self) -> Operation:
         """Comparison that makes a transaction void unless this router leads still."""
@@ -92,12 +91,12 @@ class Election:
         """Renew the lease; returns, while no other can lead yet, why this router leads no more."""
         reason = "another router leads"
         while self.leads():
-            await asyncio.sleep(min(self._ttl_s / _RENEWALS, max(0.0, self._until_s - self._clock())))
+            await asyncio.sleep(min(self._ttl_s / _RENEWALS, max(0.0, self._until_s - boot_s())))
             if not self.leads():
                 break
             asking = asyncio.create_task(asyncio.to_thread(self._renew))
             # The request may hang beyond the lease; the thread then ends by its own time budget.
-            await asyncio.wait((asking,), timeout=max(0.0, self._until_s - self._clock()))
+            await asyncio.wait((asking,), timeout=max(0.0, self._until_s - boot_s()))
             if not asking.done():
                 asking.add_done_callback(lambda late: late.exception())
                 reason = f"etcd at {self._etcd.urls} did not answer"
@@ -130,7 +129,7 @@ class Election:
         if found is not None:
             self.leader = found["value"]
             return False
-        sent_s = self._clock()
+        sent_s = boot_s()
         granted = self._etcd.call("lease/grant", {"TTL": str(max(1, round(self._ttl_s)))})
         self._lease = granted["ID"]
         won, answers = self._etcd.txn([created(self.key, "0")], [put(self.key, address, self._lease)], [get(self.key)])
@@ -144,7 +143,7 @@ class Election:
         return True
 
     def _renew(self) -> bool:
-        sent_s = self._clock()
+        sent_s = boot_s()
         answer: dict[str, Any] = self._etcd.call("lease/keepalive", {"ID": self._lease})["result"]
         ttl_s = float(answer.get("TTL", 0))
         if ttl_s > 0 and self.leads():

@@ -82,7 +82,6 @@ class Injections:
         allowed: The router was started with --allow-chaos.
         members: Incarnations of those of now, by name.
         term: The router's: ids that it gives are given once, whoever leads.
-        clock: Seconds that never jump.
     """
 
     def __init__(
@@ -90,12 +89,11 @@ class Injections:
         allowed: bool,
         members: Callable[[], Mapping[str, int]],
         term: Callable[[], int],
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.allowed = allowed
         self.keyed = False
         self.counts: Counter[str] = Counter()
-        self._members, self._term, self._clock = members, term, clock
+        self._members, self._term = members, term
         # All that say that they are the member: none who comes later takes the place of one that is there.
         self._watchers: dict[str, list[Watcher]] = {}
         # By id, and the latest that are over.
@@ -111,7 +109,7 @@ class Injections:
         under = {id for id, told in self._active.items() if name in told.names}
         for fault_id, until_s in self._cleared.items():
             # One of that id, or any, that began since: it was there to be told.
-            if watcher.takes and self._clock() < until_s and not (fault_id in under if fault_id else under):
+            if watcher.takes and time.monotonic() < until_s and not (fault_id in under if fault_id else under):
                 watcher.tell(pb.FaultOrder(end=fault_id))
 
     def detach(self, name: str, watcher: Watcher) -> None:
@@ -135,8 +133,8 @@ class Injections:
             ChaosNotAllowed, TooManyFaults, FaultRefused, FaultInvalid: the text says what was found and needed.
         """
         self._require_allowed()
-        end_s = self._clock() + _LISTENING_S
-        while self._deaf(names) and self._clock() < end_s:
+        end_s = time.monotonic() + _LISTENING_S
+        while self._deaf(names) and time.monotonic() < end_s:
             await asyncio.sleep(0.02)
         injection = self._inject(tuple(dict.fromkeys(names)), fault)
         # It does not answer before: this router may be the next to be killed.
@@ -180,7 +178,7 @@ class Injections:
             fault = replace(fault, id=f"fault-{self._term()}-{self._number}")
         for watcher in watchers:
             watcher.tell(pb.FaultOrder(begin=to_message(fault)))
-        now_s = self._clock()
+        now_s = time.monotonic()
         told = _Told(fault=fault, names=names, at_s=now_s, until_s=now_s + fault.lasts_s)
         self._active[fault.id] = told
         self.counts[fault.kind] += 1
@@ -201,7 +199,7 @@ class Injections:
         self._forget()
         for watcher in (w for watchers in self._watchers.values() for w in watchers if w.takes):
             watcher.tell(pb.FaultOrder(end=fault_id))
-        now_s = self._clock()
+        now_s = time.monotonic()
         kept = {id: until_s for id, until_s in self._cleared.items() if until_s > now_s and id != fault_id}
         self._cleared = dict([*kept.items(), (fault_id, now_s + LONGEST_S + POINT_WAIT_S)][-_REMEMBERED:])
         ended = [id for id in self._active if fault_id in ("", id)]
@@ -254,19 +252,19 @@ class Injections:
         return ", ".join(sorted(self._members())) or "none"
 
     def _forget(self) -> None:
-        now_s, members = self._clock(), self._members()
+        now_s, members = time.monotonic(), self._members()
         for id, told in list(self._active.items()):
             if now_s >= told.until_s or not any(name in members for name in told.names):
                 self._end(id, "over")
 
     def _end(self, id: str, how: str) -> None:
         told = self._active.pop(id)
-        told.until_s = min(told.until_s, self._clock())
+        told.until_s = min(told.until_s, time.monotonic())
         self._over.append(told)
         log.warning("fault_ended id=%s kind=%s how=%s", id, told.fault.kind, how)
 
     def _shown(self, told: _Told) -> Injection:
-        now_s, unix_s = self._clock(), time.time()
+        now_s, unix_s = time.monotonic(), time.time()
         return Injection(
             fault=told.fault,
             names=told.names,

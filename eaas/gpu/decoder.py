@@ -43,6 +43,7 @@ from eaas.worker.decoder import (
     ExpertsLost,
     PlanInvalid,
     StepLimits,
+    check_ways,
     plan_arrays,
     rope_tables,
 )
@@ -153,14 +154,8 @@ class GpuDecoder:
         self.device = torch.device(device)
         self._check(spec, Dtype(spec.dtype if dtype is None else dtype), block_tokens, kv_blocks, max_rows)
         self.block_tokens, self.max_rows = block_tokens, max_rows
-        self.max_positions = min(spec.max_model_len, kv_blocks * block_tokens)
-        self._limits = StepLimits(
-            vocab=spec.vocab,
-            max_rows=max_rows,
-            max_positions=self.max_positions,
-            block_tokens=block_tokens,
-            kv_blocks=kv_blocks,
-        )
+        self._limits = StepLimits.of(spec, max_rows=max_rows, block_tokens=block_tokens, kv_blocks=kv_blocks)
+        self.max_positions = self._limits.max_positions
         self._experts, self.double_batching = experts, double_batching
         self._most = triton.next_power_of_2(max_rows)
         self._streams = Streams(self.device, experts.stream)
@@ -204,19 +199,7 @@ class GpuDecoder:
                 delattr(self, name)
 
     def step(self, plan: StepPlan, deadline_s: float) -> np.ndarray:
-        """Run the rows through the model and store their keys and values.
-
-        Args:
-            plan: What to run. What it may drop is not dropped.
-            deadline_s: Seconds from now until the experts give up.
-
-        Returns:
-            float32 [len(plan.logits_rows), vocab]; valid until the next step.
-
-        Raises:
-            ExpertsLost: an expert had no live replica until the deadline.
-            PlanInvalid: the plan is outside the limits; nothing was run.
-        """
+        """As `eaas.worker.decoder.Decoder.step`, but what the plan may drop is not dropped."""
         arrays = self._run(plan, None, deadline_s)
         count = len(arrays[4])
         self._make_host_room(count)
@@ -230,20 +213,11 @@ class GpuDecoder:
         return self._host_logits.numpy()[:count]
 
     def step_tokens(self, plan: StepPlan, rows: np.ndarray, deadline_s: float) -> DeviceSamples:
-        """As `step`, but choose tokens on the device: the logits of rows that it chooses for do not leave it.
+        """As `eaas.worker.decoder.Decoder.step_tokens`; the logits of rows that the device chooses for do not leave it.
 
-        Args:
-            rows: How to choose, an array of `eaas.native.SAMPLE_ROW`, one for each of plan.logits_rows. Whether the
-                device does is the row's own affair (`eaas.gpu.sampling.can_choose`), whoever else is in the step.
-
-        Raises:
-            DecoderError: there are more or fewer rows than logits.
-            ExpertsLost, PlanInvalid: as `step`.
+        Whether it does is the row's own affair (`eaas.gpu.sampling.can_choose`), whoever else is in the step.
         """
-        if len(rows) != len(plan.logits_rows):
-            raise DecoderError(
-                f"{len(rows)} ways to sample for {len(plan.logits_rows)} logits rows; one each is needed."
-            )
+        check_ways(plan, rows)
         here = sampling.can_choose(rows)
         choices = sampling.choices_of(rows, here)
         self._run(plan, choices[: len(self._logits)], deadline_s)

@@ -7,7 +7,8 @@ Definition, per row of the float32 residual stream x [hidden]:
     place      queries and keys of the fused projection [q | k | v]: + bias, RMS norm of each head or of the whole
                projection, clip, rotation by the tables of `eaas.worker.decoder.rope_tables`; queries go to the
                attention kernel, keys and values into the paged cache, all as bfloat16
-One program computes a row (or a row's heads of one key head) whatever the batch, by one order of additions.
+One program computes a row (or a row's heads of one key head) whatever the batch, by one order of additions. Each takes
+n_rows, int32 [1] on the device: the rows that count. ShapeInvalid: a tensor has another type or shape.
 
 Cache of one layer: keys and values [blocks, kv_heads, block_tokens, head_dim]: what one key head has of a block is
 contiguous, since one program of attention reads just that.
@@ -76,10 +77,6 @@ def embed(table: Tensor, tokens: Tensor, x: Tensor, n_rows: Tensor) -> None:
         table: bfloat16 [vocab, hidden].
         tokens: int32 [rows].
         x: float32 [rows, hidden], written.
-        n_rows: int32 [1].
-
-    Raises:
-        ShapeInvalid: another type or shape.
     """
     rows, hidden = len(tokens), table.shape[1]
     check("table", table, torch.bfloat16, None, hidden)
@@ -108,9 +105,6 @@ def add_norm(
         low: bfloat16 [rows, hidden], written: what rounding took from the norm, so that out + low has 16 bits.
         share_weight: float32 [hidden]; `share` float32 [rows] becomes sigmoid(norm . share_weight).
         pick: int32 [rows]: row i of `out` is the norm of row pick[i]; x is left alone.
-
-    Raises:
-        ShapeInvalid: another type or shape.
     """
     rows, hidden = len(out) if pick is None else len(pick), x.shape[1]
     check("x", x, torch.float32, None if pick is not None else rows, hidden)
@@ -136,7 +130,7 @@ def add_norm(
     block = triton.next_power_of_2(hidden)
     add_norm_kernel[(rows,)](
         x, addend, bias, shared, scale, weight, out, low, share_weight, share, pick, n_rows, hidden, eps,
-        BLOCK=block, INTERPRET=INTERPRET, num_warps=_warps(block), enable_fp_fusion=False,
+        BLOCK=block, INTERPRET=INTERPRET, num_warps=8 if block > 4096 else 4, enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -146,10 +140,6 @@ def swiglu(gate_up: Tensor, out: Tensor, n_rows: Tensor) -> None:
     Args:
         gate_up: float32 [rows, 2 * inner]: all gates of a row, then all ups.
         out: bfloat16 [rows, inner], written.
-        n_rows: int32 [1].
-
-    Raises:
-        ShapeInvalid: another type or shape.
     """
     rows, inner = out.shape
     check("gate_up", gate_up, torch.float32, rows, 2 * inner)
@@ -179,11 +169,7 @@ def place(
         tables: int32 [sequences, blocks]: cache block of each block_tokens positions.
         queries: bfloat16 [rows, q_heads, head_dim], written.
         keys, values: bfloat16 [blocks, kv_heads, block_tokens, head_dim], written where the rows' positions are.
-        n_rows: int32 [1].
         clip: Bound of all three before rotation; 0: none.
-
-    Raises:
-        ShapeInvalid: another type or shape.
     """
     rows, q_heads, dim = queries.shape
     blocks, kv_heads, block_tokens, _ = keys.shape
@@ -214,10 +200,6 @@ def place(
         Q_PAD=triton.next_power_of_2(q_heads * dim), KV_PAD=triton.next_power_of_2(kv_heads * dim),
         INTERPRET=INTERPRET, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
-
-
-def _warps(block: int) -> int:
-    return 8 if block > 4096 else 4
 
 
 @triton.jit(do_not_specialize_on_alignment=["tokens"])

@@ -336,7 +336,7 @@ def prepare(options: WorkerOptions, ending: Ending, closing: contextlib.ExitStac
     if options.inspect_folder is not None:
         name = f"{identity.name}.{identity.incarnation}"
         open_sink = partial(opened, options.inspect_folder, name, checkpoint.fingerprint, spans)
-        engine.inspector = Inspector(spec, decoder, options.step_tokens, open_sink)
+        engine.inspect(Inspector(spec, decoder, options.step_tokens, open_sink))
     worker = Worker(
         engine,
         hello,

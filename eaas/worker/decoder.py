@@ -96,6 +96,17 @@ class StepLimits:
     block_tokens: int
     kv_blocks: int
 
+    @classmethod
+    def of(cls, spec: ModelSpec, *, max_rows: int, block_tokens: int, kv_blocks: int) -> StepLimits:
+        """Those of a decoder of a model, with a cache of so many blocks."""
+        return cls(
+            vocab=spec.vocab,
+            max_rows=max_rows,
+            max_positions=min(spec.max_model_len, kv_blocks * block_tokens),
+            block_tokens=block_tokens,
+            kv_blocks=kv_blocks,
+        )
+
     def fault_of_rows(self, arrays: Sequence[np.ndarray]) -> tuple[int, int] | None:
         """The first thing in a plan that is outside the limits, but for the blocks that tables name: one of CODES, and
         the row; None where nothing is."""
@@ -165,11 +176,9 @@ class Decoder:
         """Pack the weights; all but "embed" may be released afterwards.
 
         Args:
-            spec: The model.
             weights: By role (`eaas.model.families.tensors_of`); float32, or bfloat16 bits as uint16.
             experts: Handle of an expert client with as many lanes as `cores`, or another backend.
             cores: Core of each lane, -1: unpinned. Lane 0 is the thread that calls `step`.
-            kv_blocks: Blocks of the cache.
             block_tokens: Positions per block, a multiple of 16.
             max_rows: Most rows of one step.
             dtype: Of matrix products, keys and values; the spec's where None.
@@ -183,15 +192,8 @@ class Decoder:
         self.dtype = Dtype(spec.dtype if dtype is None else dtype)
         self.block_tokens = block_tokens
         self.max_rows = max_rows
-        self.max_positions = min(spec.max_model_len, kv_blocks * block_tokens)
-        self._limits = StepLimits(
-            vocab=spec.vocab,
-            max_rows=max_rows,
-            max_positions=self.max_positions,
-            block_tokens=block_tokens,
-            kv_blocks=kv_blocks,
-        )
-        self._kv_blocks = kv_blocks
+        self._limits = StepLimits.of(spec, max_rows=max_rows, block_tokens=block_tokens, kv_blocks=kv_blocks)
+        self.max_positions = self._limits.max_positions
         self._taps: StepTaps | None = None
         self._native_taps: Any = None
         self._library = native.load()
@@ -234,7 +236,6 @@ class Decoder:
         """Run the rows through the model and store their keys and values.
 
         Args:
-            plan: What to run.
             deadline_s: Seconds from now until an expert call gives up.
 
         Returns:
@@ -251,17 +252,13 @@ class Decoder:
         written to memory, which costs a pass over them.
 
         Args:
-            plan: What to run.
             rows: How to choose, an array of `eaas.native.SAMPLE_ROW`, one for each of plan.logits_rows.
 
         Raises:
             DecoderError: there are more or fewer rows than logits.
             ExpertsLost, PlanInvalid: as `step`.
         """
-        if len(rows) != len(plan.logits_rows):
-            raise DecoderError(
-                f"{len(rows)} ways to sample for {len(plan.logits_rows)} logits rows; one each is needed."
-            )
+        check_ways(plan, rows)
         chosen = np.empty(len(rows), dtype=np.int32)
         logits = self._run(plan, deadline_s, samples=rows.ctypes.data, chosen=chosen.ctypes.data)
         sampled = chosen != native.DECODER_LEFT
@@ -391,7 +388,7 @@ class Decoder:
             gate_normalise=moe.norm_topk,
             groups=moe.groups,
             groups_kept=moe.groups_topk,
-            kv_blocks=self._kv_blocks,
+            kv_blocks=self._limits.kv_blocks,
             block_tokens=self.block_tokens,
             max_rows=self.max_rows,
             max_positions=self.max_positions,
@@ -428,7 +425,7 @@ class Decoder:
                 f"of 16), {len(lanes)} lanes (1 to 64) or {self.max_rows} rows. Change the one out of range."
             )
         raise DecoderError(
-            f"Memory for {self._kv_blocks} blocks of {self.block_tokens} positions, or cores {list(cores)}, "
+            f"Memory for {self._limits.kv_blocks} blocks of {self.block_tokens} positions, or cores {list(cores)}, "
             "could not be had. Ask for a smaller cache, or other cores."
         )
 
@@ -511,6 +508,12 @@ def weight_of(weights: Mapping[str, np.ndarray], role: str) -> np.ndarray:
     if array.dtype not in (np.float32, np.uint16):
         raise WeightsInvalid(f"Weight {role} is {array.dtype}; float32, or bfloat16 as uint16, is needed.")
     return np.ascontiguousarray(array)
+
+
+def check_ways(plan: StepPlan, rows: np.ndarray) -> None:
+    """Raises DecoderError: there are more or fewer ways to sample than logits rows."""
+    if len(rows) != len(plan.logits_rows):
+        raise DecoderError(f"{len(rows)} ways to sample for {len(plan.logits_rows)} logits rows; one each is needed.")
 
 
 def plan_arrays(plan: StepPlan) -> list[np.ndarray]:

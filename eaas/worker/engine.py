@@ -142,18 +142,12 @@ class Engine:
         rows = max(1, min(config.prompt_logprobs_rows, PROMPT_LOGITS_BYTES // (4 * config.vocab)))
         self.scheduler = Scheduler(replace(config, prompt_logprobs_rows=rows), self._pool)
         self.compiling = Compiling(grammars, wake, clock)
-        self._inspector: Inspector | None = None
+        self.inspector: Inspector | None = None  # None: nothing can be recorded
         self._sampler = SlotSampler(vocab=config.vocab, slots=config.slots)
 
-    @property
-    def inspector(self) -> Inspector | None:
-        """Who records rows for an operator; None: nobody."""
-        return self._inspector
-
-    @inspector.setter
-    def inspector(self, inspector: Inspector) -> None:
-        self._inspector = inspector
-        self.scheduler.record = inspector.record
+    def inspect(self, inspector: Inspector) -> None:
+        """Let this one record rows for an operator."""
+        self.inspector, self.scheduler.record = inspector, inspector.record
 
     @property
     def has_work(self) -> bool:
@@ -299,11 +293,11 @@ class Engine:
         try:
             samples = self._compute(plan, self._budget_s(began_s, guessing=plan.ahead is not None))
         except ExpertsLost as lost:
-            if self._inspector is not None:
-                self._inspector.failed()
+            if self.inspector is not None:
+                self.inspector.failed()
             return self._after_loss(lost, began_s, plan)
-        if self._inspector is not None:
-            self._inspector.done(plan)
+        if self.inspector is not None:
+            self.inspector.done(plan)
         self._computed_s = self._clock()
         if not self.scheduler.parked:
             self._lost_since_s = None

@@ -222,11 +222,10 @@ class Inspector:
         decoder: TappedDecoder,
         step_tokens: int,
         open_sink: Callable[[Inspect, tuple[Tap, ...]], Sink],
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Args: open_sink: called on a thread of the inspection; raises SinkUnusable where there is none such."""
         self._spec, self._decoder, self._step_tokens = spec, decoder, step_tokens
-        self._open_sink, self._clock = open_sink, clock
+        self._open_sink = open_sink
         self._now: Inspection | None = None
         # Not those of the thread that steps, which its lanes pin.
         self._cpus = os.sched_getaffinity(os.getpid())
@@ -235,14 +234,14 @@ class Inspector:
         """Begin an inspection, or take one that is under way over; `news` tells how it goes. Returns why not."""
         now = self._now
         if now is not None and now.order.id == order.id:
-            now.owner, now.told_s, now.end_s = owner, -math.inf, self._clock() + order.for_s
+            now.owner, now.told_s, now.end_s = owner, -math.inf, time.monotonic() + order.for_s
             return None
         try:
             if now is not None and now.owner >= 0:
                 raise TapInvalid(f"{now.order.id} is under way; end it first, or wait for its end.")
             layout = self._layout(order)
             begun = Inspection(
-                order, layout, partial(self._open_sink, order, layout.taps), owner, self._spec, self._clock(),
+                order, layout, partial(self._open_sink, order, layout.taps), owner, self._spec, time.monotonic(),
                 self._decoder.tap_floats,
             )  # fmt: skip
             begun.start(self._cpus)
@@ -285,7 +284,7 @@ class Inspector:
         """Nobody is told of its inspection any more, until somebody takes it over, before long."""
         if self._now is not None and self._now.owner == owner:
             self._now.owner = -1
-            self._now.end_s = min(self._now.end_s, self._clock() + _ALONE_S)
+            self._now.end_s = min(self._now.end_s, time.monotonic() + _ALONE_S)
 
     @property
     def blocked(self) -> bool:
@@ -297,7 +296,7 @@ class Inspector:
 
     def news(self) -> tuple[int, Inspected] | None:
         """What is to be told, and whom: now and then, and at the end."""
-        now, now_s = self._now, self._clock()
+        now, now_s = self._now, time.monotonic()
         if now is None:
             return None
         if now_s >= now.end_s:

@@ -378,7 +378,7 @@ class Scheduler:
     def _preempt_last(self, running: list[Request]) -> Request | None:
         if not running:
             return None
-        last = max(running, key=_standing)
+        last = max(running, key=lambda request: (*request.flow.turn(), *_turn(request)))
         self._stop_running(last)
         last.preemptions += 1
         self.preemptions += 1
@@ -747,7 +747,3 @@ class Scheduler:
 
 def _turn(request: Request) -> tuple[int, int]:
     return request.params.priority, request.order
-
-
-def _standing(request: Request) -> tuple[bool, float, int, int]:
-    return *request.flow.turn(), *_turn(request)

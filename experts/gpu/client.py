@@ -145,19 +145,8 @@ class GpuClient:
         self, layer: int, rows: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, n_rows: torch.Tensor,
         out: torch.Tensor,
     ) -> None:  # fmt: skip
-        """Launch one expert call; may be captured.
-
-        Args:
-            layer: Counted over MoE layers.
-            rows: bf16 [B, hidden].
-            ids: int32 [B, top_k].
-            weights: float32 [B, top_k].
-            n_rows: int32 [1] on the device: rows that count.
-            out: float32 [B, hidden].
-
-        Raises:
-            ValueError: a shape or type does not fit.
-        """
+        """Launch one expert call; may be captured. Its arguments, and what it raises, are those of `dispatch` and
+        `combine`."""
         dispatch(self.tables, layer, rows, ids, n_rows)
         wait_replies(self.tables, layer, rows, ids, n_rows)
         combine(self.tables, layer, rows, ids, weights, n_rows, out)

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from experts.gpu.dispatch import check_rows
-from experts.gpu.tables import ClientTables
+from experts.gpu.tables import ClientTables, check_tensor
 from experts.gpu.words import ASKED, CLIENT, MARK, REPORT, SLOT, VERDICT
 from p2p.device import folded, row_stamp
 
@@ -48,10 +48,8 @@ def combine(
         ValueError: a shape or type does not fit.
     """
     check_rows(tables, layer, rows, ids, n_rows)
-    for name, tensor, needed in (("weights", weights, tuple(ids.shape)), ("out", out, tuple(rows.shape))):
-        if tensor.dtype != torch.float32 or tuple(tensor.shape) != needed or not tensor.is_contiguous():
-            found = f"{tensor.dtype} {tuple(tensor.shape)}"
-            raise ValueError(f"{name}: found {found}, needed torch.float32 {needed}, contiguous.")
+    check_tensor("weights", weights, torch.float32, tuple(ids.shape))
+    check_tensor("out", out, torch.float32, tuple(rows.shape))
     combine_kernel[(len(rows),)](
         weights, n_rows, tables.control, tables.place, tables.asked, tables.report.data_ptr(),
         tables.blank.data_ptr(), out,

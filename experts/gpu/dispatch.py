@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from experts.gpu.pack import choose_servers, covered_blocks, grade_servers, list_row, send_row, write_header
-from experts.gpu.tables import ClientTables
+from experts.gpu.tables import ClientTables, check_tensor
 from experts.gpu.words import ASKED, CLIENT, PEER, SLOT, VERDICT, WIRE
 from p2p.device import clock_ns, is_last, signal
 
@@ -54,6 +54,7 @@ def dispatch(tables: ClientTables, layer: int, rows: torch.Tensor, ids: torch.Te
     """Send a call's tokens.
 
     Args:
+        layer: Counted over MoE layers.
         rows: bf16 [B, hidden].
         ids: int32 [B, top_k]; outside 0 to experts - 1: a pair that nobody can answer.
         n_rows: int32 [1] on the device: tokens of `rows` that count.
@@ -83,9 +84,7 @@ def check_rows(tables: ClientTables, layer: int, rows: torch.Tensor, ids: torch.
         ("ids", ids, torch.int32, (len(rows), shape.top_k)),
         ("n_rows", n_rows, torch.int32, (1,)),
     ):
-        if tensor.dtype != dtype or tuple(tensor.shape) != needed or not tensor.is_contiguous():
-            found = f"{tensor.dtype} {tuple(tensor.shape)}"
-            raise ValueError(f"{name}: found {found}, needed {dtype} {needed}, contiguous.")
+        check_tensor(name, tensor, dtype, needed)
     if not 1 <= len(rows) <= shape.capacity:
         raise ValueError(f"{len(rows)} rows; a call has 1 to {shape.capacity}.")
 

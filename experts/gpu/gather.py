@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from experts.gpu.layout import SCALE_GROUP, RowsOut, row_warps
-from experts.gpu.tables import ServerTables
+from experts.gpu.tables import ServerTables, check_tensor
 from experts.gpu.tiles import programs
 from experts.gpu.words import JOB, OUT, SERVER, SLOT, STATUS, WIRE
 from p2p.device import folded, row_stamp
@@ -40,8 +40,7 @@ def gather(tables: ServerTables, rows: torch.Tensor, scales: torch.Tensor | None
     needed = (tables.clients * shape.capacity, shape.hidden)
     narrow = shape.rows_out is RowsOut.E4M3
     dtype = torch.float8_e4m3fn if narrow else torch.bfloat16
-    if rows.dtype != dtype or tuple(rows.shape) != needed or not rows.is_contiguous():
-        raise ValueError(f"rows: found {rows.dtype} {tuple(rows.shape)}, needed {dtype} {needed}, contiguous.")
+    check_tensor("rows", rows, dtype, needed)
     wanted = (torch.float32, (needed[0], needed[1] // SCALE_GROUP)) if narrow else None
     found = None if scales is None else (scales.dtype, tuple(scales.shape))
     if found != wanted:

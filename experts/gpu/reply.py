@@ -21,7 +21,7 @@ import triton.language as tl
 
 from experts.gpu.layout import row_warps
 from experts.gpu.pack import write_header
-from experts.gpu.tables import ServerTables
+from experts.gpu.tables import ServerTables, check_tensor
 from experts.gpu.tiles import programs
 from experts.gpu.words import COUNT, HOST, JOB, SERVER, SLOT, STATUS, WIRE
 from p2p.device import clock_ns, folded, is_last, lease_clock_ns, load_once, put, row_stamp, ship, signal
@@ -46,9 +46,7 @@ def reply(tables: ServerTables, out: torch.Tensor) -> None:
         ValueError: a shape or type does not fit.
     """
     shape = tables.shape
-    needed = (tables.pairs, shape.hidden)
-    if out.dtype != torch.bfloat16 or tuple(out.shape) != needed or not out.is_contiguous():
-        raise ValueError(f"out: found {out.dtype} {tuple(out.shape)}, needed torch.bfloat16 {needed}, contiguous.")
+    check_tensor("out", out, torch.bfloat16, (tables.pairs, shape.hidden))
     warps = row_warps(shape.answer_words)
     reply_kernel[(max(tables.clients, programs(out.device, PROGRAMS)),)](
         out.view(torch.int32), tables.control, tables.jobs, tables.origin, tables.n_pairs, tables.counts,

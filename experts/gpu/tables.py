@@ -50,6 +50,13 @@ def fill(words: torch.Tensor, value: int) -> None:
     words.copy_(torch.full(words.shape, value, dtype=words.dtype), non_blocking=True)
 
 
+def check_tensor(name: str, tensor: torch.Tensor, dtype: torch.dtype, needed: tuple[int, ...]) -> None:
+    """Raises ValueError: a tensor has another type or shape than a kernel needs, or is not contiguous."""
+    if tensor.dtype != dtype or tuple(tensor.shape) != needed or not tensor.is_contiguous():
+        found = f"{tensor.dtype} {tuple(tensor.shape)}"
+        raise ValueError(f"{name}: found {found}, needed {dtype} {needed}, contiguous.")
+
+
 def _made(device: torch.device) -> None:
     """Tables are used on other streams than the one they are made on: wait until they are."""
     if device.type == "cuda":
@@ -95,9 +102,9 @@ class ClientTables:
         self._copying = torch.cuda.Stream(self.device) if self._on_gpu else None
         self._turned = torch.cuda.Event() if self._on_gpu else None
         self._copy = 0
-        self.set_control(ClientWord.INCARNATION, signed(incarnation))
+        fill(self.control[ClientWord.INCARNATION], signed(incarnation))
         for word in (ClientWord.BUDGET_NS, ClientWord.RUN_NS, ClientWord.DEADLINE_NS, ClientWord.END_NS):
-            self.set_control(word, NO_BUDGET_NS)
+            fill(self.control[word], NO_BUDGET_NS)
         _made(self.device)
 
     @property
@@ -131,10 +138,6 @@ class ClientTables:
         }
         return constants_of(names, self.shape, own)
 
-    def set_control(self, word: ClientWord, value: int) -> None:
-        """Write one control word in the order of the current stream."""
-        fill(self.control[word], value)
-
     def publish(self, peers: Sequence[Sequence[int]], routes: torch.Tensor) -> None:
         """Let the steps launched from now on see these peers and routes. Call it where steps are launched.
 
@@ -160,7 +163,7 @@ class ClientTables:
         else:
             self.peers[copy].copy_(rows)
             self.routes[copy].copy_(routes)
-            self.set_control(ClientWord.COPY, copy)
+            fill(self.control[ClientWord.COPY], copy)
         self._copy = copy
 
     def _publish_on_gpu(self, copy: int, rows: torch.Tensor, routes: torch.Tensor) -> None:
@@ -173,7 +176,7 @@ class ClientTables:
             written = torch.cuda.Event()
             written.record(self._copying)
         steps.wait_event(written)
-        self.set_control(ClientWord.COPY, copy)
+        fill(self.control[ClientWord.COPY], copy)
         self._turned.record(steps)  # type: ignore[union-attr]
 
     def forget(self, place: int) -> None:

@@ -137,11 +137,7 @@ class Fp8ExpertWeights:
 
     @classmethod
     def allocate(cls, *, slots: int, hidden: int, intermediate: int, device: torch.device | str) -> Fp8ExpertWeights:
-        """Empty slots: a slot holds nothing sensible before it is loaded.
-
-        Raises:
-            ValueError: rows of `hidden` elements would not begin at multiples of 16 bytes.
-        """
+        """As `ExpertWeights.allocate`."""
         if hidden % 16:
             raise ValueError(f"hidden is {hidden}; a multiple of 16 is needed, so that rows begin at 16 bytes.")
         across, inner = k_tiles_of(hidden, FP8_TILE), k_tiles_of(intermediate, FP8_TILE)

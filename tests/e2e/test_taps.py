@@ -87,7 +87,7 @@ class Bench:
         self.inspector = Inspector(
             self.spec, self.decoder, STEP_TOKENS, partial(opened, folder, "attention/1.7", "f00d", None)
         )
-        self.engine.inspector = self.inspector
+        self.engine.inspect(self.inspector)
 
     def run(self, prompts: dict[str, list[int]], id: str, max_tokens: int) -> dict[str, list[int]]:
         """The output of each."""
