@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -138,10 +138,8 @@ class Child:
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal through the pidfd, which can never reach another process that took over the pid."""
-        try:
+        with suppress(ProcessLookupError):  # It ended by itself: nothing left to signal.
             signal.pidfd_send_signal(self.pidfd, number)
-        except ProcessLookupError:
-            return  # It ended by itself: nothing left to signal.
 
     def reap(self) -> int:
         """Collect the exit status of a process known to have ended, and release its descriptors."""

@@ -89,11 +89,6 @@ class Delta(msgspec.Struct, frozen=True, gc=False):
     tokens: Sequence[int] | None = None
     ending: Ending | None = None
 
-    @property
-    def says_something(self) -> bool:
-        """Whether there is more to it than the end."""
-        return bool(self.text) or self.logprobs is not None or self.tokens is not None
-
 
 @dataclass(frozen=True, kw_only=True)
 class ResponseHead:

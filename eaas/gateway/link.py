@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 from eaas.gateway.failover import Silence
 from eaas.worker.protocol import (
@@ -24,6 +24,9 @@ from router.access import server_name
 from router.tls import Credentials
 from router.view import ATTENTION, DRAINING, SERVING, SUSPECT, Member, View, covering
 
+if TYPE_CHECKING:
+    from eaas.gateway.pool import WorkerPool
+
 log = logging.getLogger(__name__)
 
 _CONNECT_TIMEOUT_S = 2.0
@@ -32,24 +35,8 @@ _RETRY_MOST_S = 1.0
 _CONNECTED_STATES = frozenset({SERVING, SUSPECT, DRAINING})
 
 
-class LinkOwner(Protocol):
-    """Who is told what arrives; called on the event loop."""
-
-    def link_ready(self, link: WorkerLink) -> None: ...
-
-    def link_lost(self, link: WorkerLink, reason: str) -> None: ...
-
-    def step(self, link: WorkerLink, step: Step) -> None: ...
-
-    def failed(self, link: WorkerLink, message: Failed) -> None: ...
-
-    def inspected(self, link: WorkerLink, message: Inspected) -> None: ...
-
-    def woke(self, link: WorkerLink, silence_s: float) -> None: ...
-
-
 class WorkerLink(asyncio.Protocol):
-    """A connection from its start to its end; a new one is made to connect again.
+    """A connection from its start to its end, which tells its pool what arrives; to connect again another is made.
 
     Attributes:
         hello: What the worker said of itself; None until then.
@@ -62,7 +49,7 @@ class WorkerLink(asyncio.Protocol):
         closed: Done when the connection has ended.
     """
 
-    def __init__(self, owner: LinkOwner, name: str, incarnation: int) -> None:
+    def __init__(self, owner: WorkerPool, name: str, incarnation: int) -> None:
         self.name = name
         self.incarnation = incarnation
         self.hello: Hello | None = None
@@ -163,7 +150,7 @@ class _Worker:
 class Workers:
     """Members of the attention pool, each connected to again and again while the View names it."""
 
-    def __init__(self, owner: LinkOwner, credentials: Credentials | None = None) -> None:
+    def __init__(self, owner: WorkerPool, credentials: Credentials | None = None) -> None:
         """Args: credentials: of this gateway; with them it speaks only to those that prove to be attention workers."""
         self._owner = owner
         self._credentials = credentials

@@ -192,15 +192,7 @@ def board_of(
 
 def inspection_of(shown: InspectionShown, token_text: Callable[[int], str]) -> Inspection:
     """An inspection with the texts of its tokens."""
-    return Inspection(
-        id=shown.id,
-        taps=shown.taps,
-        produced=shown.produced,
-        delivered=shown.delivered,
-        dropped=shown.dropped,
-        fault=shown.fault,
-        layers=tuple(_gate(layer, token_text) for layer in shown.layers),
-    )
+    return Inspection(**{**vars(shown), "layers": tuple(_gate(layer, token_text) for layer in shown.layers)})
 
 
 def _gate(layer: LayerView, token_text: Callable[[int], str]) -> GateView:
