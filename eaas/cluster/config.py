@@ -242,7 +242,6 @@ class ClusterConfig(PoolsOptions, EngineOptions, EndpointOptions, ComputingOptio
 
     @property
     def asks_for_keys(self) -> bool:
-        """Whether the endpoint asks who it is that asks."""
         return self.keys_file is not None or bool(self.api_key)
 
 
@@ -280,7 +279,6 @@ class LaunchContext:
     """What a process finds in the cluster that it is started into.
 
     Attributes:
-        state_dir: Of this cluster.
         router_address: Of the routers, once there are any.
         experts_wanted: Size of the expert pool now.
         listen_fd: The endpoint's socket, -1 without one.

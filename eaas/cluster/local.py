@@ -108,8 +108,6 @@ def entries_after(view: View, wanted: Mapping[str, int], first: tuple[str, str])
 class LocalCluster:
     """Router, expert servers, attention workers and gateways of a pool's models; use as a context manager.
 
-    Raises (from `start`):
-        StartFailed: a part did not become ready, with its name and the reason.
     Raises CredentialsInvalid where the launcher has no certificate in `tls_dir`, StateDirUnusable where journal and
     logs cannot be kept, ValueError where it names cores that it may not use; and as `entries_of`.
     """
@@ -172,7 +170,8 @@ class LocalCluster:
         self.stop()
 
     def start(self, timeout_s: float | None = None) -> None:
-        """Start every part and return when the endpoint can answer; by default within START_S, COMPILED_S on GPUs."""
+        """Start every part and return when the endpoint can answer; by default within START_S, COMPILED_S on GPUs.
+        Raises StartFailed: a part did not become ready, with its name and the reason."""
         timeout_s = timeout_s or (COMPILED_S if self.config.gpus else START_S)
         try:
             if self.config.endpoint:
@@ -272,11 +271,7 @@ class LocalCluster:
         return {child.name: child.pid for child in list(self._children.values())}
 
     def _listen(self) -> None:
-        """Take the endpoint's port, before anything starts: a large model takes minutes.
-
-        The socket stays here and goes to every gateway, so that clients who come while the only one is replaced, or
-        started again, wait a moment and are refused by nobody.
-        """
+        """Take the endpoint's port, before anything starts: a large model takes minutes."""
         protected = {"tls": self.config.tls_cert is not None, "keys": self.config.asks_for_keys}
         self._listener = listen(self.config.host, self.config.port, **protected)
         self._gateway_address = address_of(self._listener)
@@ -499,10 +494,8 @@ class LocalCluster:
         self._later(delay_s, lambda: self._until_started(child, lambda: self._spawn(pool, slot, port=port)))
 
     def _until_started(self, child: Child, start: Callable[[], None]) -> None:
-        """Start what no order of the router's asks for again; if there is no process to be had, again and again.
-
-        Args: child: In whose place.
-        """
+        """Start what no order of the router's asks for again, in a child's place: again and again, if there is no
+        process to be had."""
         try:
             start()
         except StartFailed:

@@ -131,7 +131,6 @@ class Child:
         return str(self.ready["address"]) if self.ready else ""
 
     def tail(self) -> str:
-        """The end of the process's log."""
         with self.log.open("rb") as file:
             file.seek(max(0, self.log.stat().st_size - LOG_TAIL_BYTES))
             return file.read().decode(errors="replace").strip() or "(nothing logged)"
@@ -173,11 +172,7 @@ def default_root() -> Path:
 
 
 class StateDir:
-    """One cluster's folder. `close` removes it.
-
-    Attributes:
-        path: The folder.
-    """
+    """One cluster's folder, at `path`. `close` removes it."""
 
     def __init__(self, root: Path | None = None) -> None:
         """Remove what ended clusters left under `root`, and make a folder there.

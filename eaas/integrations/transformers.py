@@ -6,10 +6,8 @@
     with eaas.connect("127.0.0.1:7000", model):  # what `eaas pool ./DeepSeek-V3` printed
         model.generate(...)
 
-Importing this module registers the implementation. `connect` says which pool computes the experts of which model.
-transformers keeps doing everything else: attention, gate, shared experts, sampling. Rows go to the pool in its type;
-what the experts make of a row is added up with the gate's weights in float32, in the order of k, and rounded once to
-the model's type. docs/transformers.md tells more.
+Importing this module registers the implementation. transformers keeps doing everything else: attention, gate, shared
+experts, sampling. How rows are added up, `eaas.pool.Pool.apply` says; docs/transformers.md tells more.
 """
 
 from __future__ import annotations
@@ -71,10 +69,7 @@ def connect(
             any, are not used.
         checkpoint: Folder that the model was loaded from, to see that the pool serves the same, and as which of its
             models; by default the one that the model itself names. Where there is none, only the sizes are compared.
-        transport: As the pool's: shm or nixl.
-        tls_dir: Folder with ca.pem, cert.pem and key.pem of the role `client`, where the cluster has TLS.
-        deadline_s: Longest wait of a layer for experts that are lost; then ExpertsLost is raised.
-        start_s: Longest wait for the pool to be whole.
+        transport, deadline_s, start_s: As of `eaas.pool.connect`. tls_dir: Its `tls`.
 
     Returns:
         The connection. Close it, or use it in `with`; the model cannot compute afterwards until it is connected again.
