@@ -266,7 +266,6 @@ class ChunkFormat(Format):
     def rest(
         self, index: int, logprobs: Any = None, tokens: Sequence[int] | None = None, ending: Ending | None = None
     ) -> bytes:
-        """What follows the text of a choice."""
         rest = b',"logprobs":' + _encode(logprobs) + b',"finish_reason":'
         rest += b"null" if ending is None else _encode(ending.reason)
         if ending is not None and ending.stop is not None:

@@ -95,7 +95,6 @@ class WorkerLink(asyncio.Protocol):
             self.closed.set_result(None)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """asyncio: the socket is connected."""
         # uvloop's transports are not subclasses of asyncio's.
         self._transport = cast(asyncio.Transport, transport)
 
@@ -121,7 +120,7 @@ class WorkerLink(asyncio.Protocol):
             elif type(message) is Hello:
                 self._greet(message)
             elif type(message) is Inspected:
-                self._owner.inspected(self, message)
+                self._owner.inspections.heard(self, message)
 
     def _greet(self, hello: Hello) -> None:
         if hello.incarnation != self.incarnation:
@@ -133,7 +132,6 @@ class WorkerLink(asyncio.Protocol):
         self._owner.link_ready(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """asyncio: the peer closed or died."""
         self.drop("closed" if exc is None else f"closed ({exc})")
 
 
@@ -254,7 +252,6 @@ class Workers:
         return True
 
     def lost(self, link: WorkerLink) -> None:
-        """Forget a connection that has ended."""
         worker = self._workers.get(link.incarnation)
         if worker is not None and worker.link is link:
             worker.link = None

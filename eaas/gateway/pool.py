@@ -25,7 +25,7 @@ from eaas.gateway.inspections import Inspections
 from eaas.gateway.link import WorkerLink, Workers
 from eaas.gateway.metrics import GatewayMetrics
 from eaas.traceparent import TRACEPARENT
-from eaas.worker.protocol import Cancel, Failed, ForgetBlocks, Inspected, ProtocolError, Share, Step, Submit, Token
+from eaas.worker.protocol import Cancel, Failed, ForgetBlocks, ProtocolError, Share, Step, Submit, Token
 from router.access import GATEWAY
 from router.logs import REQUEST_ID
 from router.tls import Credentials
@@ -150,7 +150,6 @@ class WorkerPool:
         return self._workers.unready_reason()
 
     def links(self) -> list[WorkerLink]:
-        """Connections that are ready."""
         return self._workers.ready()
 
     # -- requests
@@ -250,15 +249,11 @@ class WorkerPool:
     # -- what links report
 
     def link_ready(self, link: WorkerLink) -> None:
-        """A worker can take requests."""
         if self._workers.accepts(link):
             self.greeted = True
             self.inspections.link_ready(link)
             self._place_waiting()
             self._relieve(link)
-
-    def inspected(self, link: WorkerLink, message: Inspected) -> None:
-        self.inspections.heard(link, message)
 
     def woke(self, link: WorkerLink, silence_s: float) -> None:
         """A worker that was silent speaks again: what nobody else could take goes on there, and what waited begins."""
