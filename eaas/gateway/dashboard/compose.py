@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from eaas.gateway.dashboard.board import (
     BAD,
@@ -192,7 +193,8 @@ def board_of(
 
 def inspection_of(shown: InspectionShown, token_text: Callable[[int], str]) -> Inspection:
     """An inspection with the texts of its tokens."""
-    return Inspection(**{**vars(shown), "layers": tuple(_gate(layer, token_text) for layer in shown.layers)})
+    told: dict[str, Any] = vars(shown) | {"layers": tuple(_gate(layer, token_text) for layer in shown.layers)}
+    return Inspection(**told)
 
 
 def _gate(layer: LayerView, token_text: Callable[[int], str]) -> GateView:
