@@ -20,7 +20,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -128,63 +128,54 @@ def connect(
         credentials = Credentials(Path(tls), CLIENT) if tls is not None else None
         address = router_address(router) if "://" in router else router
         return Pool(
-            address,
-            shape or _served(address, credentials, start_s, model, fingerprint),
-            credentials,
+            router=address,
+            shape=shape or _served(address, credentials, start_s, model, fingerprint),
+            credentials=credentials,
             model=model,
             fingerprint=fingerprint,
             transport=transport,
             deadline_s=deadline_s,
             start_s=start_s,
             calls=calls,
-            threads=threads,
+            threads=threads or Threads(),
             weight=weight,
         )
     except (ConfigInvalid, CredentialsInvalid, GatewayUnreachable, RouterUnavailable, RouterUnknown) as error:
         raise ConnectFailed(str(error)) from error
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class Pool:
     """The experts of one model, computed elsewhere; `connect` makes one. For use from any thread; close it when done.
 
     A child made by fork has no use of it: each call there raises ConnectFailed, and `close` does nothing.
 
-    Attributes:
-        shape: Of the experts.
-        dtype: That the pool computes in; rows of another are converted.
+    Attributes: as the arguments of `connect`, but for these.
         router: Address of the pool's router.
-        transport: How rows travel.
         credentials: What this process proves itself with; None: nothing.
-        threads: That make calls.
-        weight: Of its rows beside those of others.
-        model: Its name there, where it was asked for by that.
         fingerprint: Of the checkpoint that it serves; a pool that serves another is not joined again.
+        dtype: That the pool computes in; rows of another are converted.
     """
 
-    dtype: Dtype
+    router: str
+    shape: ExpertShape
+    credentials: Credentials | None
+    model: str
+    fingerprint: str
+    transport: str
+    deadline_s: float
+    start_s: InitVar[float]
+    calls: InitVar[int]
+    threads: Threads
+    weight: int
+    dtype: Dtype = field(init=False)
 
-    def __init__(
-        self,
-        router: str,
-        shape: ExpertShape,
-        credentials: Credentials | None,
-        *,
-        model: str,
-        fingerprint: str,
-        transport: str,
-        deadline_s: float,
-        start_s: float,
-        calls: int,
-        threads: Threads | None,
-        weight: int,
-    ) -> None:
-        """As `connect`. Raises ConnectFailed."""
-        if calls < 1 or not 1 <= weight <= MOST_WEIGHT:
-            raise ValueError(f"calls is {calls} and weight {weight}; 1 or more, and 1 to {MOST_WEIGHT}, are needed.")
-        self.shape, self.deadline_s = shape, deadline_s
-        self.router, self.transport, self.credentials = router, transport, credentials
-        self.threads, self.weight = threads or Threads(), weight
-        self.model, self.fingerprint, self._pid = model, fingerprint, os.getpid()
+    def __post_init__(self, start_s: float, calls: int) -> None:
+        """Join. Raises ConnectFailed."""
+        if calls < 1 or not 1 <= self.weight <= MOST_WEIGHT:
+            needed = f"1 or more, and 1 to {MOST_WEIGHT}, are needed"
+            raise ValueError(f"calls is {calls} and weight {self.weight}; {needed}.")
+        self._pid = os.getpid()
         self._calling: set[int] = set()
         self._freed, self._closed = threading.Condition(), False
         self._sessions = calls

@@ -51,7 +51,7 @@ def step(config: Config, state: State, event: events.Event, now_s: float) -> tup
     state = _apply(config, state, event, commands)
     if commands and isinstance(commands[-1], events.UnknownMember | events.Refused):
         return state, commands
-    state, begins = lifecycle.catch_up(config, state, event)
+    state, begins = lifecycle.catch_up(state, event)
     if state.unheard:
         return state, commands
     ticked = isinstance(event, events.Tick)

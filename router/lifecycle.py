@@ -71,7 +71,7 @@ def begin_term(config: Config, state: State, event: events.Started) -> State:
     )
 
 
-def catch_up(config: Config, state: State, event: events.Event) -> tuple[State, bool]:
+def catch_up(state: State, event: events.Event) -> tuple[State, bool]:
     """The state after whatever an event says of the cluster's past, and whether it must be published now."""
     speaker = state.members.get(event.name) if isinstance(event, events.Renewed | events.Loaded) else None
     ahead = 0

@@ -301,7 +301,7 @@ def _forecast(
     followed = past.at if settled else None
     asked = LACK * load if full else load
     hindsight = _learn(policy, past.seen, asked, span_s, ahead, signals.wanted, followed)
-    chosen, at = _best(policy, hindsight)
+    chosen, at = _best(hindsight)
     factor, waiting = USUAL if at == _USUAL_AT else float(FACTORS[at]), backlog or 0.0
     if chosen == STEADY:
         ahead, factor = 1.0, float(min(_sizes(policy)[at], policy.most))
@@ -414,7 +414,7 @@ def _learn(
     )  # fmt: skip
 
 
-def _best(policy: Policy, seen: Hindsight) -> tuple[int, int]:
+def _best(seen: Hindsight) -> tuple[int, int]:
     """Whom to follow, STEADY or FORECAST, and which of the row: the usual factor unless it did worse."""
     if seen.kept_s < 0.99 * LEARN_S or not seen.tokens:
         return FORECAST, _USUAL_AT

@@ -569,6 +569,9 @@ class RouterService(rpc.RouterServicer):
             raise JournalUnusable(self._problem)
         self._store.save(self._state, state)
         self.counts.note(self._state, state, commands)
+        for was, now in zip(self._state.models, state.models, strict=False):
+            if was.asleep != now.asleep:
+                log.info("%s name=%s", "model_sleeps" if now.asleep else "model_wakes", now.name)
         self._state = state
         # Another may have begun to lead while that was saved; whoever leads orders what is missing.
         leads = self.leads()

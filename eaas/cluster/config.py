@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from eaas.gateway.config import EndpointOptions, GatewayOptions
+from eaas.gateway.listening import check_exposure
 from eaas.worker.config import NO_DRAFTS, NO_OVERLAP, EngineOptions, WorkerOptions, drafts_of
 from experts.config import MOST_WEIGHT, ComputingOptions, ExpertOptions
 from experts.devices import CPU, CUDA, Device
-from router.access import LOOPBACK, bound_address
+from router.access import LOOPBACK
 from router.config import ChildOptions, ExpertPoolOptions, PoolsOptions, ProcessOptions, RouterOptions
 from router.models import NAME
 from router.options import Options, OptionsInvalid, derived, option
@@ -163,11 +164,7 @@ class ClusterConfig(PoolsOptions, EngineOptions, EndpointOptions, ComputingOptio
             raise OptionsInvalid(
                 "--keys-file and --api-key exclude each other: add the key to the file, or leave one out."
             )
-        protection = {
-            "TLS (--tls-cert and --tls-key)": self.tls_cert is not None,
-            "keys (--keys-file)": self.asks_for_keys,
-        }
-        bound_address("--host", self.host, protection)
+        check_exposure("--host", self.host, tls=self.tls_cert is not None, keys=self.asks_for_keys)
         kinds = [Device.parse(device).kind for device in self.device]
         names, workers = [each.name for each in self.served], self.served[0].attention
         name, times = Counter(names).most_common(1)[0]
@@ -242,7 +239,6 @@ class ClusterConfig(PoolsOptions, EngineOptions, EndpointOptions, ComputingOptio
 
     @property
     def asks_for_keys(self) -> bool:
-        """Whether the endpoint asks who it is that asks."""
         return self.keys_file is not None or bool(self.api_key)
 
 
@@ -280,7 +276,6 @@ class LaunchContext:
     """What a process finds in the cluster that it is started into.
 
     Attributes:
-        state_dir: Of this cluster.
         router_address: Of the routers, once there are any.
         experts_wanted: Size of the expert pool now.
         listen_fd: The endpoint's socket, -1 without one.

@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import os
 import queue
+import sched
 import secrets
 import selectors
 import signal
@@ -23,6 +24,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -106,8 +108,6 @@ def entries_after(view: View, wanted: Mapping[str, int], first: tuple[str, str])
 class LocalCluster:
     """Router, expert servers, attention workers and gateways of a pool's models; use as a context manager.
 
-    Raises (from `start`):
-        StartFailed: a part did not become ready, with its name and the reason.
     Raises CredentialsInvalid where the launcher has no certificate in `tls_dir`, StateDirUnusable where journal and
     logs cannot be kept, ValueError where it names cores that it may not use; and as `entries_of`.
     """
@@ -133,7 +133,7 @@ class LocalCluster:
         self._experts_wanted = config.experts
         self._selector = selectors.DefaultSelector()
         self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._due: list[tuple[float, Callable[[], None]]] = []
+        self._due = sched.scheduler(time.monotonic)
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_write, False)
         self._selector.register(self._wake_read, selectors.EVENT_READ, None)
@@ -170,7 +170,8 @@ class LocalCluster:
         self.stop()
 
     def start(self, timeout_s: float | None = None) -> None:
-        """Start every part and return when the endpoint can answer; by default within START_S, COMPILED_S on GPUs."""
+        """Start every part and return when the endpoint can answer; by default within START_S, COMPILED_S on GPUs.
+        Raises StartFailed: a part did not become ready, with its name and the reason."""
         timeout_s = timeout_s or (COMPILED_S if self.config.gpus else START_S)
         try:
             if self.config.endpoint:
@@ -270,11 +271,7 @@ class LocalCluster:
         return {child.name: child.pid for child in list(self._children.values())}
 
     def _listen(self) -> None:
-        """Take the endpoint's port, before anything starts: a large model takes minutes.
-
-        The socket stays here and goes to every gateway, so that clients who come while the only one is replaced, or
-        started again, wait a moment and are refused by nobody.
-        """
+        """Take the endpoint's port, before anything starts: a large model takes minutes."""
         protected = {"tls": self.config.tls_cert is not None, "keys": self.config.asks_for_keys}
         self._listener = listen(self.config.host, self.config.port, **protected)
         self._gateway_address = address_of(self._listener)
@@ -286,23 +283,18 @@ class LocalCluster:
         self._wake()
 
     def _wake(self) -> None:
-        try:
+        with suppress(BlockingIOError):  # The pipe is full of wake-ups already.
             os.write(self._wake_write, b"!")
-        except BlockingIOError:
-            return  # The pipe is full of wake-ups already.
 
     def _supervise(self) -> None:
         while not self._stopping.is_set():
-            next_s = min((at_s for at_s, _ in self._due), default=None)
-            timeout_s = None if next_s is None else max(0.0, next_s - time.monotonic())
-            for key, _ in self._selector.select(timeout_s):
+            # Carries out what is due, and says how long nothing more will be.
+            for key, _ in self._selector.select(self._due.run(blocking=False)):
                 if key.data is None:
                     os.read(self._wake_read, 4096)
                     continue
                 child, is_exit = key.data
                 self._carry_out(lambda child=child, act=self._ended if is_exit else self._report: act(child))
-            for act in self._take_due():
-                self._carry_out(act)
             while not self._stopping.is_set() and not self._orders.empty():
                 self._carry_out(self._orders.get())
 
@@ -502,10 +494,8 @@ class LocalCluster:
         self._later(delay_s, lambda: self._until_started(child, lambda: self._spawn(pool, slot, port=port)))
 
     def _until_started(self, child: Child, start: Callable[[], None]) -> None:
-        """Start what no order of the router's asks for again; if there is no process to be had, again and again.
-
-        Args: child: In whose place.
-        """
+        """Start what no order of the router's asks for again, in a child's place: again and again, if there is no
+        process to be had."""
         try:
             start()
         except StartFailed:
@@ -523,13 +513,7 @@ class LocalCluster:
 
     def _later(self, delay_s: float, act: Callable[[], None]) -> None:
         """Carry out an act after a while; for the supervisor's thread."""
-        self._due.append((time.monotonic() + delay_s, act))
-
-    def _take_due(self) -> list[Callable[[], None]]:
-        now_s = time.monotonic()
-        due = [act for at_s, act in self._due if at_s <= now_s]
-        self._due = [(at_s, act) for at_s, act in self._due if at_s > now_s]
-        return due
+        self._due.enter(delay_s, 0, self._carry_out, (act,))
 
     def _missing(self) -> str:
         """The parts to begin with that are not ready yet, in words; empty when all are."""

@@ -40,7 +40,7 @@ class RayUnusable(RuntimeError):
 
 
 class ProcessOwner:
-    """In an actor: one process of its node. Every method takes and gives strings, or lists of strings."""
+    """In an actor: one process of its node."""
 
     def where(self) -> list[str]:
         """The id and the address of the node, as Ray knows them."""

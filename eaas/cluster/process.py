@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -131,17 +131,14 @@ class Child:
         return str(self.ready["address"]) if self.ready else ""
 
     def tail(self) -> str:
-        """The end of the process's log."""
         with self.log.open("rb") as file:
             file.seek(max(0, self.log.stat().st_size - LOG_TAIL_BYTES))
             return file.read().decode(errors="replace").strip() or "(nothing logged)"
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal through the pidfd, which can never reach another process that took over the pid."""
-        try:
+        with suppress(ProcessLookupError):  # It ended by itself: nothing left to signal.
             signal.pidfd_send_signal(self.pidfd, number)
-        except ProcessLookupError:
-            return  # It ended by itself: nothing left to signal.
 
     def reap(self) -> int:
         """Collect the exit status of a process known to have ended, and release its descriptors."""
@@ -175,11 +172,7 @@ def default_root() -> Path:
 
 
 class StateDir:
-    """One cluster's folder. `close` removes it.
-
-    Attributes:
-        path: The folder.
-    """
+    """One cluster's folder, at `path`. `close` removes it."""
 
     def __init__(self, root: Path | None = None) -> None:
         """Remove what ended clusters left under `root`, and make a folder there.

@@ -176,7 +176,6 @@ class RouterViews:
             log.info("suspicion_not_told name=%s reason=%s", name, error)
 
     def close(self) -> None:
-        """Leave, and end the threads."""
         self._closed.set()
         self._client.leave(timeout_s=_LEAVE_S)
         self._client.close()
@@ -195,7 +194,6 @@ class _Server(uvicorn.Server):
         self.turns: int | None = None  # how often the event loop has come round; None while it does not serve
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, then report."""
         await super().startup(sockets=sockets)
         if self.started:
             gateway = self._gateway

@@ -1,8 +1,7 @@
 """The ASGI application: the routes of every API, each failure in that API's shape, and the routes that make no tokens:
 models, health, metrics, status; and, in vLLM's names, those by which operators pause and resume, abort, forget, scale.
 
-Pausing is this gateway's own; what is forgotten and scaled is the cluster's. Where keys are asked for, what changes
-something takes an operator's; and it answers no page of another origin, which a browser would ask for anybody.
+Pausing is this gateway's own; what is forgotten and scaled is the cluster's.
 """
 
 from __future__ import annotations
@@ -60,7 +59,6 @@ class OperatingRoutes:
     # -- looking
 
     def model_card(self, served: Served) -> dict[str, Any]:
-        """A model as /v1/models shows it."""
         model = served.model
         return {
             "id": model.name,
@@ -269,7 +267,6 @@ class OperatingRoutes:
 
 
 def _figures(served: Served) -> dict[str, Any]:
-    """A model in /status."""
     pool = served.pool
     return {
         "name": served.model.name,

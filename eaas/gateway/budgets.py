@@ -38,7 +38,6 @@ class Budget:
         self._left = min(float(self.per_minute), self.left(now_s) - amount)
 
     def full_s(self, now_s: float) -> float:
-        """How long until it is full again."""
         return (self.per_minute - self.left(now_s)) * MINUTE_S / self.per_minute
 
 

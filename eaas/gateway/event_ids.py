@@ -92,7 +92,6 @@ class Seen:
 
     @property
     def identity(self) -> Identity:
-        """The stream's."""
         return Identity(drawn=self.mark.drawn, created=self.mark.created)
 
     def of_choice(self, index: int) -> dict[str, Any]:

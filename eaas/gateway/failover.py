@@ -176,12 +176,11 @@ def choose(workers: list[W], prefix: int | None) -> W | None:
 class Silence:
     """How long one worker with work may be silent before its choices go on elsewhere.
 
-    A worker that has work speaks at least every 50 ms (its beats). To move its choices is a cheap act: each costs a
-    prefill, the old attempt is void, and the worker is used again as soon as it speaks. So little evidence is enough:
-    four times the longest of its recent silences. That is never below LEAST_S, five beats, nor above MOST_S, which
-    leaves 0.3 s of a pause of one second for the replay. An alarm that proves false, because the silence ended soon
-    after it, doubles the bound, up to FALSE_MOST_S, for a minute: a host too busy to run its processes in time is not
-    made busier.
+    It speaks at least every 50 ms (its beats). To move its choices is cheap, a prefill each, and it is used again as
+    soon as it speaks. So little evidence is enough: four times the longest of its recent silences. That is never below
+    LEAST_S, five beats, nor above MOST_S, which leaves 0.3 s of a pause of one second for the replay. An alarm that
+    proves false, because the silence ended soon after it, doubles the bound, up to FALSE_MOST_S, for a minute: a host
+    too busy to run its processes in time is not made busier.
     """
 
     longest_s: float = 0.0

@@ -89,11 +89,6 @@ class Delta(msgspec.Struct, frozen=True, gc=False):
     tokens: Sequence[int] | None = None
     ending: Ending | None = None
 
-    @property
-    def says_something(self) -> bool:
-        """Whether there is more to it than the end."""
-        return bool(self.text) or self.logprobs is not None or self.tokens is not None
-
 
 @dataclass(frozen=True, kw_only=True)
 class ResponseHead:
@@ -271,7 +266,6 @@ class ChunkFormat(Format):
     def rest(
         self, index: int, logprobs: Any = None, tokens: Sequence[int] | None = None, ending: Ending | None = None
     ) -> bytes:
-        """What follows the text of a choice."""
         rest = b',"logprobs":' + _encode(logprobs) + b',"finish_reason":'
         rest += b"null" if ending is None else _encode(ending.reason)
         if ending is not None and ending.stop is not None:

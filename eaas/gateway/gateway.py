@@ -103,7 +103,6 @@ class Served:
         return errors.full(message, after_s=self.pool.eta.freed_s(time.monotonic()))
 
     def release(self, share: Share) -> None:
-        """One request of a tenant has ended."""
         self.running -= 1
         self._in_progress -= Counter((share,))  # which keeps those alone that have some
 
@@ -521,7 +520,6 @@ class Gateway:
             raise errors.unavailable(message, code="paused", after_s=self.own.pool.eta.back_s("pause", age_s))
 
     def release(self, share: Share) -> None:
-        """One request of a tenant has ended."""
         self.running -= 1
         self._in_progress -= Counter((share,))
         self.let_go()

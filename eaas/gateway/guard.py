@@ -74,11 +74,9 @@ class Connection(HttpToolsProtocol):
 
     @classmethod
     def of(cls, scope: Scope) -> Connection:
-        """The connection of a request."""
         return scope["state"][_CONNECTION]
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """asyncio: a client is here, and TLS is agreed."""
         super().connection_made(transport)
         if len(self.connections) > self.bounds.max_connections:
             log.warning("connection_refused open=%d", len(self.connections) - 1)
@@ -104,14 +102,12 @@ class Connection(HttpToolsProtocol):
             self._refuse(_HEAD_TOO_LARGE)
 
     def on_message_begin(self) -> None:
-        """httptools: a request begins."""
         super().on_message_begin()
         self.scope.setdefault("state", {})[_CONNECTION] = self
         self._received_bytes = self._header_bytes = 0
         self._head_open = self._began_here = True
 
     def on_url(self, url: bytes) -> None:
-        """httptools: a piece of the request's target."""
         super().on_url(url)
         self._count(len(url))
 
@@ -123,7 +119,6 @@ class Connection(HttpToolsProtocol):
             raise _OutOfBounds
 
     def on_headers_complete(self) -> None:
-        """httptools: the head is complete."""
         self._head_open = False
         self._cancel_head_timer()
         super().on_headers_complete()
@@ -237,7 +232,6 @@ class Connection(HttpToolsProtocol):
 
     @property
     def has_whole_request(self) -> bool:
-        """Whether the request that is being answered has come whole."""
         return self._running is not None and not self._running.more_body
 
     def linger(self, idle_s: int) -> None:

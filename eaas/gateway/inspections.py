@@ -26,7 +26,8 @@ from eaas.worker.protocol import EndInspection, Inspect, Inspected
 _ANSWER_S, _END_S = 3.0, 6.0
 _POLL_S = 0.02
 # Of what a worker says; views are for people.
-_TOLD = ("produced", "delivered", "dropped", "fault", "ended", "folder")
+_COUNTED = ("produced", "delivered", "dropped")
+_TOLD = (*_COUNTED, "fault", "ended", "folder")
 
 
 class InspectRequest(Strict, extra="forbid"):
@@ -48,7 +49,6 @@ class InspectRequest(Strict, extra="forbid"):
     for_s: Annotated[float, Field(gt=0, le=86400)] = 3600.0
 
     def order(self, id: str) -> Inspect:
-        """What workers are told."""
         return Inspect(id=id, **self.model_dump(exclude={"requests", "share"}))
 
 
@@ -90,7 +90,6 @@ class Inspections:
         link.send(msgspec.structs.replace(self._order, for_s=left_s))
 
     def heard(self, link: WorkerLink, message: Inspected) -> None:
-        """What a worker says of it."""
         if self._order is not None and message.id == self._order.id:
             self._told[link.name, link.incarnation] = message
 
@@ -111,9 +110,7 @@ class Inspections:
         return InspectionShown(
             id=self._order.id,
             taps=len(self._order.taps),
-            produced=self._sum("produced"),
-            delivered=self._sum("delivered"),
-            dropped=self._sum("dropped"),
+            **self._counts(),
             fault=next((told.fault for told in self._told.values() if told.fault), ""),
             # Requests go to workers at random: that which has recorded most shows what all do.
             layers=max(self._told.values(), key=lambda told: told.delivered).views if self._told else [],
@@ -124,8 +121,8 @@ class Inspections:
         order = self._order
         return order is not None and not self._ended_s and time.monotonic() - self._began_s < order.for_s
 
-    def _sum(self, what: str) -> int:
-        return sum(getattr(told, what) for told in self._told.values())
+    def _counts(self) -> dict[str, int]:
+        return {what: sum(getattr(told, what) for told in self._told.values()) for what in _COUNTED}
 
     # -- what operators ask
 
@@ -187,7 +184,7 @@ class Inspections:
             "share": self._share,
             "under_way": self._is_under_way,
             "age_s": round(time.monotonic() - self._began_s, 3),
-            **{what: self._sum(what) for what in ("produced", "delivered", "dropped")},
+            **self._counts(),
             "workers": workers,
         }
 

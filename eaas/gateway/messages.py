@@ -239,7 +239,6 @@ class MessagesFormat(TranscriptFormat):
     prefix = "msg_"
 
     def __init__(self, reading: Reading | None, prompt_tokens: int) -> None:
-        """Args: prompt_tokens: tokens of its prompt."""
         super().__init__(reading)
         self._prompt_tokens = prompt_tokens
         self._stop: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}

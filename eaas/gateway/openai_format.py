@@ -79,7 +79,7 @@ class ChatFormat(ChunkFormat):
         """The event of one piece of text; of one that is read, several or none yet."""
         if self._reading is not None:
             return self._events_read(delta, self._reading)
-        if delta.ending is None or delta.says_something:
+        if delta.ending is None or delta.text or delta.logprobs is not None or delta.tokens is not None:
             return ChunkFormat.event(self, delta)
         return self._start(delta.index) + b"}" + self.rest(delta.index, ending=delta.ending)
 

@@ -149,7 +149,6 @@ class WorkerPool:
         return self._workers.unready_reason()
 
     def links(self) -> list[WorkerLink]:
-        """Connections that are ready."""
         return self._workers.ready()
 
     # -- requests
@@ -249,7 +248,6 @@ class WorkerPool:
     # -- what links report
 
     def link_ready(self, link: WorkerLink) -> None:
-        """A worker can take requests."""
         if self._workers.accepts(link):
             self.inspections.link_ready(link)
             self._place_waiting()

@@ -141,7 +141,6 @@ class Conversation(Strict):
 
     @property
     def tool_dicts(self) -> list[dict[str, Any]]:
-        """The tools as the client gave them."""
         return [tool.model_dump(exclude_unset=True) for tool in self.tools or ()]
 
 

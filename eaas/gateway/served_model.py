@@ -73,12 +73,10 @@ class ServedModel:
 
     @cached_property
     def call_style(self) -> CallStyle:
-        """How the model writes tool calls."""
         return style_of(self.tokenizer.chat_template or "")
 
     @cached_property
     def shows_tools(self) -> bool:
-        """Whether the chat template tells the model of tools."""
         return "tools" in (self.tokenizer.chat_template or "")
 
     @cached_property
@@ -193,7 +191,6 @@ class ServedModel:
         return await self._aside(len(tokens), lambda: self.tokenizer.decode(tokens, skip_special=False))
 
     async def names(self, tokens: Sequence[int]) -> list[str]:
-        """The name of each token in the vocabulary."""
         return await self._aside(len(tokens), lambda: list(map(self.tokenizer.token_name, tokens)))
 
     async def encode_chat(
@@ -273,8 +270,8 @@ def load_model(
     folder: Path, name: str, *, trusts_templates: bool = False, max_model_len: int | None = None
 ) -> ServedModel:
     """The model in a checkpoint folder under its served name. No file of weights is opened.
-    Args: trusts_templates: requests may bring a chat template of their own. max_model_len: tokens of the context, where
-    fewer are wanted than the model has. Raises ModelUnusable: a file is missing or makes no sense."""
+    Args: trusts_templates: as `ServedModel`. max_model_len: tokens of the context, where fewer are wanted than the
+    model has. Raises ModelUnusable: a file is missing or makes no sense."""
     try:
         spec = spec_of(read_config(folder), read_object(folder / "generation_config.json"))
         tokenizer = Tokenizer.load(folder)

@@ -105,7 +105,7 @@ class Exchange:
         self.in_background = work.share.background
         self.key_name = ""  # whose API key asked; empty: none was needed
         # Awaited when the response has ended well, before that is said.
-        self.keep: Callable[[], Awaitable[None]] = _keep_nothing
+        self.keep: Callable[[], Awaitable[None]] | None = None
         self._changed = asyncio.Event()
         self._connection: Connection | None = None
         self._closed = False
@@ -189,7 +189,8 @@ class Exchange:
             headers[_DROPPED_HEADER] = "true"
         if self._work.wanted.stream:
             return EventStream(self, headers, stall_s)
-        await self.keep()
+        if self.keep is not None:
+            await self.keep()
         return Response(self.body(), media_type="application/json", headers=headers)
 
     def not_kept(self) -> None:
@@ -221,7 +222,6 @@ class Exchange:
         return self._work.format.body(self._head(), self.generation.finished_choices(), self._usage())
 
     async def wait(self) -> None:
-        """Sleep until the generation has changed."""
         await self._changed.wait()
         self._changed.clear()
 
@@ -316,10 +316,6 @@ class Exchange:
         self.leave()
 
 
-async def _keep_nothing() -> None:
-    """What most responses need."""
-
-
 class EventStream(Response):
     """Server-sent events of one exchange, each sent as soon as the client's connection takes it.
 
@@ -345,7 +341,6 @@ class EventStream(Response):
         self.raw_headers = [(name, value) for name, value in self.raw_headers if name != b"content-length"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI: send the stream to its end."""
         status = 500
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
@@ -374,7 +369,7 @@ class EventStream(Response):
             if error is CLIENT_GONE:
                 return error
             if ended:
-                if error is None:
+                if error is None and exchange.keep is not None:
                     await exchange.keep()
                 body += exchange.last_events(error)
             # Who reads at once is not waited for, and a timer costs more than the write.

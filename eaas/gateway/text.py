@@ -13,7 +13,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import numpy as np
@@ -25,6 +25,9 @@ from eaas.gateway.logprobs import PromptScores, TokenLogprobs, TokenNames, token
 from eaas.gateway.stops import StopMatcher
 from eaas.worker.protocol import RoutedExperts
 
+if TYPE_CHECKING:
+    from eaas.model.tokenizer import Detokenizer
+
 Alternatives = Sequence[tuple[int, float]]
 _encode = msgspec.json.encode
 
@@ -33,14 +36,6 @@ HELD_BYTES = 1 << 16
 # Of one request, in prompts and outputs, counting each choice: what is told of their experts is kept until it is
 # answered.
 MOST_ROUTED_TOKENS = 1 << 17
-
-
-class Detokenizer(Protocol):
-    """Token ids of one choice in, text out; incomplete characters are kept until they are whole."""
-
-    def push(self, token: int) -> str: ...
-
-    def flush(self) -> str: ...
 
 
 class NoText:

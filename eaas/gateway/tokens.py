@@ -1,8 +1,7 @@
 """POST /inference/v1/generate, token ids in and token ids out: the request body, the completion that it comes down to,
 the shapes of the answer. Pure.
 
-The shapes are vLLM's. Its sampling parameters are a nested object of the names that completions have; one that no
-completion has would be ignored there, so it is refused by name.
+The shapes are vLLM's, which would ignore a sampling parameter that no completion has: it is refused by name here.
 """
 
 from __future__ import annotations

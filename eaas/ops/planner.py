@@ -11,8 +11,6 @@ one hand-over there and back. From these the planner predicts
 
 With overlap each worker has two halves of its batch under way, so that one computes while the other is with the
 experts; a monolithic device then hides its network behind its other half.
-
-The best of each, within the time allowed for a token, is compared by tokens per second and price.
 """
 
 from __future__ import annotations
@@ -200,12 +198,10 @@ class Fleet:
 
     @property
     def devices(self) -> int:
-        """Processes in all."""
         return self.workers + self.servers
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all workers."""
         return self.workers * self.batch / self.tpot_s
 
     @property
@@ -216,7 +212,7 @@ class Fleet:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The best of both kinds. gain: tokens per price of the disaggregated over the monolithic one, less 1."""
+    """The best of both kinds. gain: in tokens for the price, of the disaggregated over the monolithic one; 0: none."""
 
     disaggregated: Fleet | None
     monolithic: Fleet | None
@@ -276,9 +272,8 @@ def least_servers(work: Work, device: Hardware, task: Task) -> int:
 def disaggregated(
     work: Work, attention: Hardware, expert: Hardware, task: Task, workers: int, servers: int
 ) -> Fleet | None:
-    """That fleet at the largest batch that memory and time allow, or None where there is none."""
-    if servers < least_servers(work, expert, task):
-        return None
+    """That fleet at the largest batch that memory and time allow, or None where there is none. Args: servers: at least
+    `least_servers`."""
     distinct = servers * -math.expm1(work.top_k * math.log1p(-1 / servers)) if servers > 1 else 1.0
 
     def fleet(batch: int) -> Fleet:

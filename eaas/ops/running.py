@@ -188,10 +188,7 @@ class RollFailed(RuntimeError):
 class Roll:
     """Replaces the processes of one cluster, one after another, while requests run.
 
-    Expert servers and attention workers: another is started, then the old one drains (its experts are served and its
-    streams go on elsewhere before it ends). The gateway: its launcher starts another on the same socket, and the old
-    one ends with its last stream. The router: it ends and is started again on its journal; nobody on the token path
-    asks it.
+    Each drains once another is started; but a router ends, and its launcher starts it again on its journal.
     """
 
     def __init__(

@@ -72,7 +72,6 @@ class Feed:
         self._closed = threading.Event()
 
     def of(self, model: str) -> Feed:
-        """That of another model."""
         return Feed(self.url.partition("/dashboard/")[0], model)
 
     def news(self) -> Iterator[Board | str]:
@@ -116,7 +115,6 @@ class Feed:
         raise FeedRefused(f"no news from {self.url}: {news}. Start a cluster with `eaas serve`, or give --url.")
 
     def close(self) -> None:
-        """Stop at the next line, or the next try."""
         self._closed.set()
 
 
@@ -187,7 +185,6 @@ class Top(App[str]):
         self.show()
 
     def on_unmount(self) -> None:
-        """Let the reading thread end."""
         self._feed.close()
 
     @work(thread=True, exit_on_error=False)

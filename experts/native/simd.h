@@ -301,11 +301,6 @@ EAAS_INLINE f32x16 load_bf16(const uint16_t* from) {
 EAAS_INLINE void store_bf16(uint16_t* to, f32x16 x) {
     by_part(EAAS_PART(int i, part p) { return part_store(to, part_to_bf16(p), i); }, x);
 }
-EAAS_INLINE f32x16 load_bf16_part(const uint16_t* from, unsigned count) {
-    uint16_t lanes[16] = {};
-    for (unsigned i = 0; i < count; ++i) lanes[i] = from[i];
-    return load_bf16(lanes);
-}
 EAAS_INLINE void store_bf16_part(uint16_t* to, f32x16 x, unsigned count) {
     uint16_t lanes[16];
     store_bf16(lanes, x);

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -298,6 +299,9 @@ def test_an_idle_model_holds_no_memory_and_comes_back_with_the_next_request(
                 hash = router.status().view.models[1].hash
                 (packed,) = (tmp_path / "eaas" / "packed").glob(f"{hash}*.experts")
                 wait_for("its memory", partial(is_out, packed), cluster)
+            (log,) = Path(cluster.state_dir).glob("router*.log")
+            told = re.findall(r"model_(sleeps|wakes) name=(\S+)", log.read_text())
+            assert told.count(("sleeps", idle.name)) >= 3 and told.count(("wakes", idle.name)) >= 2, told
         finally:
             stop.set()
             streams.join()

@@ -1,13 +1,12 @@
 """/dashboard and its events: the cluster as one view-model, for the page and for `eaas top`. Of several models it shows
 one: with ?model=NAME that, else that which this gateway was started with.
 
-    GET /dashboard         the page
+    GET /dashboard         the page, one document that needs nothing else
     GET /dashboard/events  server-sent events: `event: board` with a whole Board as JSON (board.py), at once and
                            then about once a second; a comment where there is nothing new, so that silence means a fault
 
 What happens is always written down, since that costs next to nothing; the router is asked only while somebody watches.
-A listener that reads slowly gets the newest board next, not those between. The page is one document that needs nothing
-else, with a policy that lets it run only what is in it.
+A listener that reads slowly gets the newest board next, not those between.
 """
 
 from __future__ import annotations
@@ -82,7 +81,6 @@ class Dashboard:
             self._wanted.set()
 
     def close(self) -> None:
-        """End every listener."""
         self._ends = True
         self._changed.set()
         self.task.cancel()

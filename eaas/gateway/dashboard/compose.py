@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from eaas.gateway.dashboard.board import (
     BAD,
@@ -85,9 +86,9 @@ class Past:
 
     def rates(self) -> Rates:
         """Of the window that ends with the newest reading."""
-        if len(self.readings) < 2:
-            return Rates()
-        old, new = self.readings[0], self.readings[-1]
+        return self._rates(self.readings[0], self.readings[-1]) if len(self.readings) > 1 else Rates()
+
+    def _rates(self, old: Reading, new: Reading) -> Rates:
         window_s = new.at_s - old.at_s
         ttft, itl = _change(old.ttft, new.ttft), _change(old.itl, new.itl)
         return Rates(
@@ -104,12 +105,12 @@ class Past:
         )
 
     def _point(self, old: Reading, new: Reading) -> Point:
-        elapsed_s = new.at_s - old.at_s
+        rates = self._rates(old, new)
         return Point(
             at_s=new.wall_s,
-            tokens_per_s=(new.tokens - old.tokens) / elapsed_s,
-            requests_per_s=(new.requests - old.requests) / elapsed_s,
-            itl_p99_s=quantile(self.itl_bounds_s, _change(old.itl, new.itl), 0.99),
+            tokens_per_s=rates.tokens_per_s,
+            requests_per_s=rates.requests_per_s,
+            itl_p99_s=rates.itl_p99_s,
         )
 
 
@@ -192,15 +193,8 @@ def board_of(
 
 def inspection_of(shown: InspectionShown, token_text: Callable[[int], str]) -> Inspection:
     """An inspection with the texts of its tokens."""
-    return Inspection(
-        id=shown.id,
-        taps=shown.taps,
-        produced=shown.produced,
-        delivered=shown.delivered,
-        dropped=shown.dropped,
-        fault=shown.fault,
-        layers=tuple(_gate(layer, token_text) for layer in shown.layers),
-    )
+    told: dict[str, Any] = vars(shown) | {"layers": tuple(_gate(layer, token_text) for layer in shown.layers)}
+    return Inspection(**told)
 
 
 def _gate(layer: LayerView, token_text: Callable[[int], str]) -> GateView:

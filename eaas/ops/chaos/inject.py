@@ -39,15 +39,6 @@ class ChaosRefused(RuntimeError):
     """The fault can't be injected; the text says why."""
 
 
-def members_of(url: str, timeout_s: float = 5.0) -> list[dict[str, Any]]:
-    """The members of the cluster behind the gateway at `url`, router and gateway among them. Raises ChaosRefused: no
-    gateway answers there."""
-    try:
-        return fetch_status(url, timeout_s)["members"]
-    except GatewayUnreachable as error:
-        raise ChaosRefused(str(error)) from None
-
-
 def names_of(members: Iterable[Mapping[str, Any]], pool: str = "") -> list[str]:
     """Names of members, by pool and number; of a pool, only those at work. Args: members: With "name", "pool" and
     "state" each."""
@@ -81,7 +72,10 @@ class ByGateway:
 
     def __init__(self, url: str) -> None:
         self._url = url
-        self._members = members_of(url)
+        try:
+            self._members: list[dict[str, Any]] = fetch_status(url)["members"]
+        except GatewayUnreachable as error:
+            raise ChaosRefused(str(error)) from None
         address = next((m["address"] for m in self._members if m["pool"] == "router"), "")
         self._router = RouterClient(address) if address else None
         self._frozen: dict[str, tuple[Frozen, dict[str, int]]] = {}
@@ -89,8 +83,8 @@ class ByGateway:
     def members(self) -> list[dict[str, Any]]:
         """{"name", "pool", "state"} of each that may be hit."""
         # A gateway that was killed or frozen on purpose answers nobody: who was there last is good enough.
-        with suppress(ChaosRefused):
-            self._members = members_of(self._url, _STATUS_S)
+        with suppress(GatewayUnreachable):
+            self._members = fetch_status(self._url, _STATUS_S)["members"]
         return self._members
 
     def inject(self, names: Sequence[str], fault: Fault) -> tuple[str, str]:

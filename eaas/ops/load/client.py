@@ -273,8 +273,7 @@ class _Connection(asyncio.Protocol):
 
 
 class Client:
-    """A pool of connections to one endpoint. Every time is counted from `start`. Attributes: pieces: Pieces of text
-    that have come, over all streams."""
+    """A pool of connections to one endpoint. Times are counted from `start`, and `pieces` of text over all streams."""
 
     def __init__(self, endpoint: Endpoint, timeout_s: float) -> None:
         self.endpoint = endpoint

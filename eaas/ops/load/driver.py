@@ -24,13 +24,7 @@ _PAUSE_S = 0.1
 
 
 class Driver:
-    """One run of a workload. Records appear as requests are sent; those of `stop` are without an end.
-
-    Attributes:
-        records: Every request so far.
-        in_flight: Requests that have not ended.
-        failed: Requests that have, badly.
-    """
+    """One run of a workload: every request so far is in `records`. Those that `stop` abandons go."""
 
     def __init__(self, client: Client, workload: Workload) -> None:
         self._client = client

@@ -62,7 +62,6 @@ class StreamRecord:
 
     @property
     def text(self) -> str:
-        """All that came."""
         return "".join(self.pieces)
 
     @property
@@ -113,7 +112,6 @@ class Difference:
     """Where one stream left its reference.
 
     Attributes:
-        prompt: Index of the request.
         kind: "lost", "repeated" or "changed".
         at: Characters of text before it.
         tokens: How many tokens; a change counts as one, since all that follows it differs anyhow.
@@ -132,7 +130,7 @@ class Verdict:
     """What clients saw that they would not have seen without faults.
 
     Attributes:
-        failed: Requests with an error, a status other than 200, or no finish.
+        failed: Requests, as `StreamRecord.failed`.
         lost: Tokens of the reference that are missing, those that a failed request never got not counted again.
         repeated: Tokens that came twice.
         changed: Requests whose text, finish reason or token count is another.

@@ -229,12 +229,7 @@ def _endings_call(stop: Callable[[], None]) -> Iterator[None]:
 
 
 class PlanRun:
-    """A plan that runs beside the load, in a thread, as faults block while they last.
-
-    Attributes:
-        events: What came of it, on the load's clock.
-        problem: Why it broke off; empty: it did not.
-    """
+    """A plan that runs beside the load, in a thread, as faults block while they last. Its outcome is as in `Run`."""
 
     def __init__(self, path: Path, url: str, clock: Callable[[], float]) -> None:
         """Args: url: of the gateway. clock: seconds since the load's start. Raises PlanInvalid."""
