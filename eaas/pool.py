@@ -150,7 +150,7 @@ class Pool:
 
     A child made by fork has no use of it: each call there raises ConnectFailed, and `close` does nothing.
 
-    Attributes: as the arguments of `connect`, but for these.
+    Attributes: as the arguments of `connect` of these names, and
         router: Address of the pool's router.
         credentials: What this process proves itself with; None: nothing.
         fingerprint: Of the checkpoint that it serves; a pool that serves another is not joined again.

@@ -41,7 +41,7 @@ from router.messages import (
     to_message,
     totals_of,
 )
-from router.models import groups
+from router.models import groups, named
 from router.pools import Counts, pool_size
 from router.proto import router_pb2 as pb
 from router.proto import router_pb2_grpc as rpc
@@ -569,9 +569,11 @@ class RouterService(rpc.RouterServicer):
             raise JournalUnusable(self._problem)
         self._store.save(self._state, state)
         self.counts.note(self._state, state, commands)
-        for was, now in zip(self._state.models, state.models, strict=False):
-            if was.asleep != now.asleep:
-                log.info("%s name=%s", "model_sleeps" if now.asleep else "model_wakes", now.name)
+        if state.models is not self._state.models:
+            slept = {model.number: model.asleep for model in self._state.models}
+            for model in named(self._config, state):
+                if slept.get(model.number, model.asleep) != model.asleep:
+                    log.info("%s name=%s", "model_sleeps" if model.asleep else "model_wakes", model.name)
         self._state = state
         # Another may have begun to lead while that was saved; whoever leads orders what is missing.
         leads = self.leads()

@@ -15,7 +15,6 @@ from __future__ import annotations
 import logging
 import os
 import queue
-import sched
 import secrets
 import selectors
 import signal
@@ -133,7 +132,7 @@ class LocalCluster:
         self._experts_wanted = config.experts
         self._selector = selectors.DefaultSelector()
         self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._due = sched.scheduler(time.monotonic)
+        self._due: list[tuple[float, Callable[[], None]]] = []
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_write, False)
         self._selector.register(self._wake_read, selectors.EVENT_READ, None)
@@ -288,13 +287,16 @@ class LocalCluster:
 
     def _supervise(self) -> None:
         while not self._stopping.is_set():
-            # Carries out what is due, and says how long nothing more will be.
-            for key, _ in self._selector.select(self._due.run(blocking=False)):
+            next_s = min((at_s for at_s, _ in self._due), default=None)
+            timeout_s = None if next_s is None else max(0.0, next_s - time.monotonic())
+            for key, _ in self._selector.select(timeout_s):
                 if key.data is None:
                     os.read(self._wake_read, 4096)
                     continue
                 child, is_exit = key.data
                 self._carry_out(lambda child=child, act=self._ended if is_exit else self._report: act(child))
+            for act in self._take_due():
+                self._carry_out(act)
             while not self._stopping.is_set() and not self._orders.empty():
                 self._carry_out(self._orders.get())
 
@@ -513,7 +515,14 @@ class LocalCluster:
 
     def _later(self, delay_s: float, act: Callable[[], None]) -> None:
         """Carry out an act after a while; for the supervisor's thread."""
-        self._due.enter(delay_s, 0, self._carry_out, (act,))
+        self._due.append((time.monotonic() + delay_s, act))
+
+    def _take_due(self) -> list[Callable[[], None]]:
+        """Those that are due now: what they put off to now waits for exits, orders and the stop."""
+        now_s = time.monotonic()
+        due = [act for at_s, act in self._due if at_s <= now_s]
+        self._due = [(at_s, act) for at_s, act in self._due if at_s > now_s]
+        return due
 
     def _missing(self) -> str:
         """The parts to begin with that are not ready yet, in words; empty when all are."""

@@ -240,10 +240,9 @@ class Gateway:
         return self._inspected.get(name) or self.find(name).pool.inspections
 
     def unready_reason(self) -> str:
-        """Why this gateway should be asked nothing: no model has a worker; empty when some model has one.
+        """Why this gateway should be asked nothing: no model has a worker, or one is read that was there at its start.
 
-        A model that has lost its workers, or was scaled to none, takes no other down with it: its requests wait for
-        the next worker.
+        A model that has lost its workers, or cannot be read, takes no other down with it.
         """
         listed = self.listed
         found = {name: reason for name, served in listed.items() if (reason := served.pool.unready_reason())}
@@ -252,7 +251,7 @@ class Gateway:
         for entry in self.view.models if self.view is not None else ():
             first = entry.hash in self._first and entry.hash in self._tried
             if first and entry.hash not in self._served and not entry.leaving:
-                found[entry.name] = "its checkpoint is not read yet; where it cannot be, the log says why"
+                found[entry.name] = "its checkpoint is not read yet"
         if not listed and not found:
             return "the router's View names no model that is served here"
         if len(listed.keys() | found.keys()) > 1:
@@ -367,6 +366,7 @@ class Gateway:
         except Exception as error:
             unforeseen, where = not isinstance(error, ModelUnusable | OSError), (entry.name, entry.path)
             log.error("model_not_served name=%s path=%s reason=%s", *where, error, exc_info=unforeseen)
+            self._first -= {entry.hash}  # It has been waited for.
             await asyncio.sleep(_AGAIN_S)
             if self.view is not None and self._tried.get(entry.hash) is entry:
                 del self._tried[entry.hash]

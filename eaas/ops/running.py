@@ -540,10 +540,10 @@ def headline(state: Mapping[str, Any]) -> str:
     well = ("serving", "standby") if "serving" in routers.values() else ()
     away = next((name for name, state in routers.items() if state not in well), "")
     held = state["replicas_min"]
-    gateway = state["gateway"]
+    lacks = [f"{it['name']} has no attention worker" for it in state["models"] if not (it["workers"] or it["leaving"])]
     # A gateway is ready for the other models where one has no worker.
-    lacks = [f"{it['name']}: {it['reason']}" for it in gateway["models"] if it["reason"] and not it["leaving"]]
-    verdict = "DEGRADED" if away or not gateway["ready"] or lacks or (held or 0) < (wanted or 1) else "whole"
+    lacks = lacks if state["gateway"]["ready"] else [f"{state['gateway']['name']} waits: {state['gateway']['reason']}"]
+    verdict = "DEGRADED" if away or lacks or (held or 0) < (wanted or 1) else "whole"
     asleep = [model["state"] == "asleep" for model in state["models"]]
     served = f"{len(asleep)} models" if len(asleep) > 1 else state["model"]
     served += "" if not any(asleep) else " (asleep)" if all(asleep) else f" ({sum(asleep)} asleep)"

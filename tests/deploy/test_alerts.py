@@ -153,10 +153,22 @@ STORIES: dict[str, Story] = {
         {"pool": "expert", **ON_ROUTER},
     ),
     "EaasNoAttentionWorker": (
-        {"eaas_attention_workers": "1 0x20", 'eaas_pool_wanted{pool="attention"}': "1x20"},
-        {"eaas_attention_workers": "1 0x20", 'eaas_pool_wanted{pool="attention"}': "0x20"},
+        {
+            'eaas_attention_workers{model="a"}': "1x20",
+            'eaas_attention_workers{model="b"}': "1 0x20",
+            'eaas_pool_wanted{pool="attention"}': "1x20",
+            'eaas_pool_wanted{pool="attention:b"}': "1x20",
+        },
+        {
+            'eaas_attention_workers{model="a"}': "1 0x20",
+            'eaas_attention_workers{model="b"}': "1 0x20",
+            'eaas_attention_workers{model="c"}': "1x20",
+            'eaas_pool_wanted{pool="attention"}': "0x20",
+            'eaas_pool_wanted{pool="attention:b"}': "0x20",
+            'eaas_pool_wanted{pool="attention:c"}': "1x20",
+        },
         5,
-        {},
+        {"model": "b"},
     ),
     "EaasQueueGrows": (
         {f'eaas_pool_load{{pool="attention", signal="queue_s", {ROUTER}}}': "6x20"},
@@ -184,6 +196,25 @@ STORIES: dict[str, Story] = {
     ),
     "EaasFaultsInjected": ({"eaas_faults_active": "1x30"}, {"eaas_faults_active": "1x5 0x30"}, 15, {}),
 }
+
+
+# Of the first model, whose pool does not bear its name.
+FIRST_MODEL: Story = (
+    {
+        'eaas_attention_workers{model="a", instance="g1"}': "1 0x20",
+        'eaas_attention_workers{model="a", instance="g2"}': "1 0x20",
+        'eaas_attention_workers{model="b", instance="g1"}': "0x20",
+        'eaas_pool_wanted{pool="attention"}': "1x20",
+        'eaas_pool_wanted{pool="attention:b"}': "0x20",
+    },
+    {
+        'eaas_attention_workers{model="a", instance="g1"}': "1 0x20",
+        'eaas_attention_workers{model="a", instance="g2"}': "1x20",
+        'eaas_pool_wanted{pool="attention"}': "1x20",
+    },
+    5,
+    {"model": "a"},
+)
 
 
 def promtool(*arguments: object) -> str:
@@ -217,7 +248,8 @@ def test_the_rules_are_well_formed() -> None:
 @pytest.mark.full(seconds=5)
 def test_each_alert_fires_on_what_it_is_for_and_is_quiet_without(tmp_path: Path) -> None:
     assert STORIES.keys() == ALERTS.keys()
-    tests = [test for alert, story in STORIES.items() for test in checks_of(story, alert)]
+    stories = [*STORIES.items(), ("EaasNoAttentionWorker", FIRST_MODEL)]
+    tests = [test for alert, story in stories for test in checks_of(story, alert)]
     told = {"rule_files": [str(RULES)], "evaluation_interval": "15s", "tests": tests}
     path = tmp_path / "stories.yaml"
     path.write_text(yaml.safe_dump(told, sort_keys=False))

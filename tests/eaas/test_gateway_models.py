@@ -310,6 +310,7 @@ def test_a_checkpoint_that_cannot_be_read_is_said_once_and_tried_again_when_its_
     for count in (1, 0, 1, 0, 1):
         two.show(two.own_entry(), two.entry(path=str(nowhere)), third, workers=(two.own,) * count)
         eventually(lambda count=count: two.workers() == [count], "the View")
+    eventually(lambda: httpx.get(f"{two.url}/health").status_code == 200, "it serves what it could read")
     assert two.listed() == ["tiny"] and {two.ask("b").status_code, two.ask("c").status_code} == {503}
     two.show()
     two.until_listed("tiny", "b")

@@ -142,17 +142,19 @@ def test_what_cannot_be_started_at_once_is_started_when_it_can_be(
             cluster._restart(child, -9)
         else:
             cluster._look_at_gateways(gateways((1, "draining")))
-            cluster._due.run(blocking=False)
+            for act in cluster._take_due():
+                cluster._carry_out(act)
             assert not child.replaced, "nothing has come in its place"
 
         def again() -> bool:
-            cluster._due.run(blocking=False)
+            for act in cluster._take_due():
+                cluster._carry_out(act)
             return 2 in cluster._children
 
         until(again)
         assert tried == [pool] * 4
         assert len(events) == 3 and all("could not be started" in event for event in events)
-        assert cluster._due.empty(), "it is started once"
+        assert not cluster._due, "it is started once"
         assert child.replaced == (which == "a gateway that drains")
     finally:
         cluster._children.clear()
@@ -190,7 +192,8 @@ def two_gateways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[An
 
     def see(*members: tuple[int, str]) -> set[int]:
         cluster._look_at_gateways(gateways(*members))
-        cluster._due.run(blocking=False)
+        for act in cluster._take_due():
+            cluster._carry_out(act)
         return {pid for pid in (1, 2) if cluster._children[pid].sent}
 
     for pid in (1, 2):
@@ -217,10 +220,10 @@ def test_a_gateway_that_was_silent_for_a_moment_is_let_be(two_gateways: Any) -> 
     cluster = two_gateways.cluster
     two_gateways.see((1, "serving"), (2, "serving"))
     cluster._look_at_gateways(gateways((2, "serving")))
-    (due,) = cluster._due.queue
-    cluster._due.cancel(due)
+    due = cluster._take_due()
     assert not two_gateways.see((1, "serving"), (2, "serving")), "it has joined again"
-    due.action(*due.argument)
+    for act in due:
+        cluster._carry_out(act)
     assert not two_gateways.children[1].sent
 
 

@@ -318,6 +318,12 @@ def test_status_names_every_model_with_how_it_does(router: Router, monkeypatch: 
     assert [lines[name][1].strip() for name in ("attention/0", "attention/1", "expert/1")] == ["a", "b", ""]
     router.models[0] = replace(router.models[0], asleep=True)
     assert "2 models (asleep): whole, 1 expert server serving ┏" in " ".join(shown().split())
+    router.workers = [FIRST.hash]
+    lacks = "2 models (asleep): DEGRADED, 1 expert server serving; b has no attention worker ┏"
+    assert lacks in " ".join(shown().split())
+    gateway |= {"ready": False, "reason": "none serves"}
+    assert "1 expert server serving; gateway/9 waits: none serves ┏" in " ".join(shown().split())
+    gateway["ready"] = True
     router.models = [replace(FIRST, name="a")]
     said = shown()
     assert "a: whole, 1 expert server serving, every expert on 1 of " in said and "layers x experts" not in said

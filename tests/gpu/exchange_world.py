@@ -11,6 +11,7 @@ from experts.gpu.combine import combine, combine_reference
 from experts.gpu.dispatch import dispatch
 from experts.gpu.layout import ClientWord, ExchangeShape, RowsOut
 from experts.gpu.server import Batch, GpuServer
+from experts.gpu.tables import fill
 from experts.gpu.wait_replies import wait_replies
 from p2p.device import INTERPRET
 from tests.gpu.device import DEVICE, poisoned
@@ -184,7 +185,7 @@ class World:
     def begin(self) -> None:
         """A step comes. On a GPU compiling what a call launches may outlast the one before."""
         tables = self.client.tables
-        tables.set_control(ClientWord.STEP, int(tables.control[ClientWord.STEP]) + 1)
+        fill(tables.control[ClientWord.STEP], int(tables.control[ClientWord.STEP]) + 1)
 
     def call(self, call: Call) -> None:
         """Run a step of one call with its servers in turn."""
@@ -224,8 +225,8 @@ class World:
 def give_patience(client: GpuClient, patience_s: float, wait_s: float | None = None) -> None:
     """Let a client suspect servers after `patience_s`, and wait `wait_s` for whom it has no other."""
     client.tables.limits.fill_(int(patience_s * 1e9))
-    client.tables.set_control(ClientWord.RUN_NS, int((wait_s or 8 * patience_s) * 1e9))
-    client.tables.set_control(ClientWord.STEP, 1)
+    fill(client.tables.control[ClientWord.RUN_NS], int((wait_s or 8 * patience_s) * 1e9))
+    fill(client.tables.control[ClientWord.STEP], 1)
 
 
 def slot_bytes(window: torch.Tensor, offset: int) -> torch.Tensor:

@@ -23,6 +23,7 @@ from experts.gpu import patience, words
 from experts.gpu import wait_replies as waiting
 from experts.gpu.client import GpuClient, Link, StepReport
 from experts.gpu.layout import LISTED, ClientWord, Verdict
+from experts.gpu.tables import fill
 from p2p.device import INTERPRET
 from tests.experts.test_gpu_patience import size_of, step_of
 from tests.gpu.device import fresh_seed, same_bits
@@ -205,7 +206,7 @@ class Clocked:
 
     def credit(self, thousandths: int) -> None:
         """Let this be the credit for hedges."""
-        self.client.tables.set_control(ClientWord.CREDIT, thousandths)
+        fill(self.client.tables.control[ClientWord.CREDIT], thousandths)
 
     def learn(self) -> None:
         """The host reads what the device has counted, as a worker does between steps."""
