@@ -49,7 +49,7 @@ def status_of(url: str) -> dict[str, Any]:
 def stream(url: str, tokens: int, prompt: str = PROMPT) -> Iterator[str]:
     """Texts of one streamed completion; an error event is raised, a missing [DONE] too."""
     body = {"model": "tiny", "prompt": prompt, "max_tokens": tokens, "stream": True}
-    with httpx.stream("POST", f"{url}{PLAIN}", json=body, timeout=20) as reply:
+    with httpx.stream("POST", f"{url}{PLAIN}", json=body, timeout=60) as reply:
         assert reply.status_code == 200, reply.read()
         for line in reply.iter_lines():
             data = line.partition("data: ")[2]
@@ -109,7 +109,7 @@ def test_choices_that_are_not_streamed_survive_a_kill_too(url: str, workers: Cal
     pair = workers(2, step_s=0.003)
     body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 80, "n": 4}
     with ThreadPoolExecutor(1) as threads:
-        reply = threads.submit(httpx.post, f"{url}{PLAIN}", json=body, timeout=20)
+        reply = threads.submit(httpx.post, f"{url}{PLAIN}", json=body, timeout=60)
         eventually(lambda: min(worker.sent for worker in pair) > 20, "tokens from both")
         assert [len(worker.submits) for worker in pair] == [2, 2], "choices are spread"
         pair[0].stop()
@@ -258,7 +258,7 @@ def test_a_request_that_brings_down_every_worker_is_given_up(
     for worker in workers(2):
         dies_of_poison(worker, deaths)
     body = {"model": "tiny", "prompt": "poison", "n": choices}
-    reply = httpx.post(f"{url}{PLAIN}", json=body, timeout=10)
+    reply = httpx.post(f"{url}{PLAIN}", json=body, timeout=60)
     assert reply.status_code == 500
     assert reply.json()["error"]["code"] == "attempts_exhausted"
     assert 2 + 3 <= len(deaths) <= most
@@ -277,7 +277,7 @@ def test_a_request_that_brings_down_every_worker_takes_no_other_with_it(
         streams = [threads.submit(list, stream(url, 9, f"innocent {number} ")) for number in range(8)]
         eventually(lambda: sum(len(worker.submits) for worker in group) == 8, "the innocent ones")
         body = {"model": "tiny", "prompt": "poison"}
-        poison = threads.submit(httpx.post, f"{url}{PLAIN}", json=body, timeout=20)
+        poison = threads.submit(httpx.post, f"{url}{PLAIN}", json=body, timeout=60)
         eventually(lambda: len(deaths) >= 2, "two deaths")
         for worker in group:
             worker.frozen = False
@@ -463,7 +463,7 @@ def test_a_slow_reader_stalls_only_itself_and_is_ended(url: str, workers: Callab
     began_s = time.monotonic()
     assert list(stream(url, 50)) == expected(50)
     assert time.monotonic() - began_s < 2.0
-    eventually(lambda: worker.cancels, "the stalled client's end", timeout_s=15)
+    eventually(lambda: worker.cancels, "the stalled client's end")
     assert worker.sent < 7000, "the client was ended for not reading, before all was generated"
     eventually(lambda: status_of(url)["gateway"]["running"] == 0, "an empty gateway")
     connection.close()

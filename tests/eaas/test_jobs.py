@@ -456,7 +456,7 @@ def test_a_fault_that_may_pass_is_waited_for_and_another_is_the_failure(
         worker.refuse = lambda submit: failed(submit, code="broken", message="logits", retryable=False)
         last = polled(client, ask(client))
         asked = {"model": "tiny", "input": "hi", "background": True, "stream": True}
-        live = httpx.post(f"{url}/v1/responses", json={**asked, "request_id": "fails"}, timeout=20).content
+        live = httpx.post(f"{url}/v1/responses", json={**asked, "request_id": "fails"}, timeout=60).content
         assert live == b"".join(raw(url, "resp_fails")), "its end was shown twice"
     finally:
         worker.refuse = lambda _: None
@@ -760,7 +760,7 @@ def test_a_job_stays_in_the_class_in_which_it_began_at_whichever_gateway(
 def room_for_keys(path: Path, **budgets: int) -> openai.OpenAI:
     """Writes a file of one key with such budgets."""
     write_keys(path, [Key(name="one", sha256=digest_of("eaas-one"), operator=True, **budgets)])
-    return openai.OpenAI(base_url="http://unset", api_key="eaas-one", max_retries=0, timeout=20)
+    return openai.OpenAI(base_url="http://unset", api_key="eaas-one", max_retries=0, timeout=60)
 
 
 def test_what_was_refused_or_ended_before_it_began_takes_no_place_and_no_tokens(

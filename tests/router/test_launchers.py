@@ -233,7 +233,7 @@ def test_a_command_that_fails_is_a_failed_start_and_the_next_waits_longer(
     router = started("--attention", "0")
     record = tmp_path / "record"
     launched(router, "--exec", f"date +%s%N >> {record}; exit 3")
-    until(lambda: record.exists() and len(record.read_text().split()) >= 4, 20)
+    until(lambda: record.exists() and len(record.read_text().split()) >= 4)
     times = [int(line) / 1e9 for line in record.read_text().split()]
     gaps = [later - sooner for sooner, later in itertools.pairwise(times)]
     # The router's waits are 0.5, 1, 2 s: without the reports it would wait 60 s, or not at all.
@@ -292,7 +292,7 @@ def test_a_webhook_that_refuses_is_a_failed_start(
     router = started("--attention", "0")
     hook.answer = 403
     launched(router, "--host", "cloud", "--webhook", hook.url)
-    until(lambda: len(hook.seen) >= 3, 20)
+    until(lambda: len(hook.seen) >= 3)
     assert len({seen["idempotency-key"] for seen in hook.seen}) == len(hook.seen), "403 is not tried again"
 
 
@@ -320,7 +320,7 @@ def test_a_launcher_that_ends_leaves_what_it_started_and_stops_within_a_second(
         until(lambda: [m.state for m in client.status().view.members] == ["serving"])
         with bounded(2.0):
             launcher.send_signal(signal.SIGTERM)
-            assert launcher.wait(timeout=10) == 0
+            assert launcher.wait(timeout=60) == 0
         time.sleep(1.5)
         members = client.status().view.members
     assert [(m.name, m.host) for m in members] == [("expert/1", host_id())]

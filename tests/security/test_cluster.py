@@ -105,11 +105,11 @@ def stream(secure: Secure, tokens: int, at: int = -1, act: Any = None) -> str:
 
 
 def test_a_killed_expert_server_is_replaced_and_no_token_changes(secure: Secure) -> None:
-    eventually(lambda: secure.serving() == 2, "both expert servers serve", 30.0)
+    eventually(lambda: secure.serving() == 2, "both expert servers serve")
     calm = stream(secure, 64)
     struck = next(pid for name, pid in secure.cluster.pids().items() if name.startswith("expert/"))
     assert stream(secure, 64, 10, lambda: os.kill(struck, signal.SIGKILL)) == calm
-    eventually(lambda: secure.serving() == 2, "the replacement serves", 60.0)
+    eventually(lambda: secure.serving() == 2, "the replacement serves")
     assert struck not in secure.cluster.pids().values()
     assert stream(secure, 64) == calm
 
@@ -119,7 +119,7 @@ def test_an_operator_with_its_certificate_scales_and_without_it_does_not(secure:
     scaled = secure.run("scale", "expert", "3", "--wait-s", "60", "--tls-dir", certs)
     assert scaled.returncode == 0, scaled.stderr
     # It ends when the third has joined, before that serves.
-    eventually(lambda: secure.serving() == 3, "the third serves", 60.0)
+    eventually(lambda: secure.serving() == 3, "the third serves")
     shown = secure.run("status", "--json")
     assert json.loads(shown.stdout)["model"] == "tiny", shown.stderr
     # The launcher's certificate in the operator's place.
