@@ -113,9 +113,9 @@ def test_what_happens_while_nobody_watches_is_told_later(url: str, world: World,
     world.router.show(worker, other)
     eventually(lambda: any(b.workers[-1].name == other.name for b in boards(url, 1)), "the second")
     eventually(lambda: len(httpx.get(f"{url}/status").json()["gateway"]["attention_workers"]) == 2, "linked")
+    began_s = time.time()
     world.router.show(worker)
     other.stop()
-    began_s = time.time()
     eventually(lambda: len(httpx.get(f"{url}/status").json()["gateway"]["attention_workers"]) == 1, "gone")
     shown: list[Board] = []
 
@@ -126,7 +126,7 @@ def test_what_happens_while_nobody_watches_is_told_later(url: str, world: World,
     eventually(is_told, "a board that tells of it")
     lost = next(h for h in shown[0].happenings if h.kind == "lost")
     assert lost.text == f"{other.name} lost"
-    assert abs(lost.at_s - began_s) < 5
+    assert began_s - 1 < lost.at_s < time.time() + 1
     assert next(h for h in shown[0].happenings if h.kind == "serves").text == f"{other.name} serves"
 
 
