@@ -129,7 +129,7 @@ def test_a_replay_is_a_second_span_in_the_same_trace(cluster: LocalCluster, span
     )
     with urllib.request.urlopen(request, timeout=60) as reply:
         reply.readline()
-        with urllib.request.urlopen(f"{cluster.url}/metrics", timeout=5) as page:
+        with urllib.request.urlopen(f"{cluster.url}/metrics", timeout=60) as page:
             busy = [line for line in page.read().decode().splitlines() if line.startswith("eaas_worker_outstanding")]
         (worker,) = [line.split('worker="')[1].split('"')[0] for line in busy if float(line.rpartition(" ")[2]) > 0]
         os.kill(cluster.pids()[worker], signal.SIGKILL)
@@ -148,7 +148,7 @@ def test_an_inspection_adds_statistics_to_what_is_traced(cluster: LocalCluster, 
     assert httpx.post(url, json=order).status_code == 200
     for traceparent in (sampled(8), ""):
         ask(cluster, traceparent, max_tokens=6)
-    told = httpx.delete(url, timeout=20).json()
+    told = httpx.delete(url, timeout=60).json()
     assert told["produced"] == told["delivered"] > 0
     wait_for("the choice", lambda: bool(spans.named("attention", trace_of(8))))
     (choice,) = spans.named("attention", trace_of(8))
