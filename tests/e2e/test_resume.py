@@ -27,7 +27,10 @@ STREAMS = 8
 
 @pytest.fixture(scope="module")
 def two(tiny: Path) -> Iterator[LocalCluster]:
-    config = ClusterConfig(model=tiny, served_model_name="tiny", experts=2, port=0, gateways=2, cores=(0, 1))
+    # One that is frozen is a member for as long as its lease: time in which the other can be asked on a busy host.
+    config = ClusterConfig(
+        model=tiny, served_model_name="tiny", experts=2, port=0, gateways=2, cores=(0, 1), lease_s=6.0
+    )
     with LocalCluster(config) as running:
         yield running
 
@@ -133,8 +136,8 @@ def test_a_frozen_gateway_of_two_is_replaced_and_its_streams_go_on_at_the_other(
         streams = Streams(two)
         running = {pid: client.get("/status").json()["gateway"]["running"] for pid, client in at.items()}
     frozen = max(running, key=lambda pid: running[pid])
-    # New connections: each is answered by the one that is awake. Their clients are there already, as each takes longer
-    # to make than to be answered, and the frozen one has but its lease.
+    # New connections: each is answered by the one that is awake. Their clients are there already, as to make one takes
+    # longer than to be answered.
     with ExitStack() as kept:
         clients = [kept.enter_context(httpx.Client(base_url=two.url, timeout=30, verify=False)) for _ in range(20)]
         os.kill(frozen, signal.SIGSTOP)
