@@ -108,7 +108,7 @@ def order(action: str = "start") -> Order:
 def test_a_command_starts_a_member_and_another_replaces_it_when_it_is_lost(
     started: Callable[..., RouterProcess], launched: Callable[..., subprocess.Popen[bytes]], tmp_path: Path
 ) -> None:
-    router = started("--attention", "0", "--lease-s", "1")
+    router = started("--attention", "0", "--lease-s", "60")
     script = tmp_path / "member.py"
     script.write_text(MEMBER)
     launched(router, "--exec", f"exec {sys.executable} {script}")
@@ -172,7 +172,7 @@ def test_whoever_owns_a_process_elsewhere_reports_its_end_at_once(
 def test_processes_started_elsewhere_join_and_are_ended_under_the_number_in_their_order(
     started: Callable[..., RouterProcess], launched: Callable[..., subprocess.Popen[bytes]], tmp_path: Path
 ) -> None:
-    router = started("--attention", "0", "--lease-s", "1", "--experts", "2", "--replicas", "2")
+    router = started("--attention", "0", "--lease-s", "60", "--experts", "2", "--replicas", "2")
     script = tmp_path / "member.py"
     script.write_text(MEMBER)
     # What a wrapper for another machine does: it remembers what it started by the number of the order.
@@ -248,7 +248,7 @@ def test_a_webhook_is_told_what_to_start_and_its_processes_fill_the_order_from_a
     hook: Hook,
     tmp_path: Path,
 ) -> None:
-    router = started("--attention", "0", "--lease-s", "0.6", "--experts", "2", "--replicas", "2")
+    router = started("--attention", "0", "--lease-s", "2", "--experts", "2", "--replicas", "2")
     key = tmp_path / "key"
     key.write_text("a-secret\n")
     hook.answers = [503, 503]
