@@ -39,6 +39,8 @@ def running(tiny: Path) -> Iterator[LocalCluster]:
         port=0,
         cores=(0, 1),
         allow_chaos=True,
+        # Nobody here is to be ended for silence, and some are frozen for a second, on hosts that are busy.
+        lease_s=4.0,
     )
     with LocalCluster(config) as cluster:
         yield cluster
