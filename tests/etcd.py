@@ -52,7 +52,7 @@ class EtcdProcess:
                 stdout=log,
                 stderr=log,
             )
-        end_s = time.monotonic() + 30
+        end_s = time.monotonic() + 60
         while True:
             try:
                 Etcd(self.url, tls_dir=self.tls_dir).call("kv/range", {"key": "YQ=="})

@@ -32,7 +32,7 @@ class Prometheus:
 
     def ask(self, path: str, **query: str) -> Any:
         """The data of one answer. Raises OSError while it does not answer."""
-        with urllib.request.urlopen(f"{self.url}/api/v1/{path}?{urllib.parse.urlencode(query)}", timeout=5) as reply:
+        with urllib.request.urlopen(f"{self.url}/api/v1/{path}?{urllib.parse.urlencode(query)}", timeout=30) as reply:
             said = json.load(reply)
         assert said["status"] == "success", said
         return said["data"]
@@ -97,7 +97,7 @@ def prometheus(folder: Path, targets: Mapping[str, str], wait_s: float = 1.0) ->
         )
     found = Prometheus(process, f"http://127.0.0.1:{port}", log)
     try:
-        end_s = time.monotonic() + 30
+        end_s = time.monotonic() + 60
         while True:
             with contextlib.suppress(OSError):
                 found.ask("status/runtimeinfo")
@@ -107,4 +107,4 @@ def prometheus(folder: Path, targets: Mapping[str, str], wait_s: float = 1.0) ->
         yield found
     finally:
         process.terminate()
-        process.wait(20)
+        process.wait(60)

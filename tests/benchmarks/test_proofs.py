@@ -145,4 +145,4 @@ def test_a_server_that_was_not_held_to_its_share_ends_the_measurement(
     unavailable = pytest.raises(lane_share.LaneShareUnavailable, match="no quota for 2")
     with unavailable, lane_share.LaneShare(lambda: view, 0.5) as share:
         members.append(SimpleNamespace(pid=2))
-        share._thread.join(10)
+        share._thread.join(60)

@@ -103,7 +103,7 @@ def begun(cluster: Cluster, *arguments: str) -> Iterator[tuple[subprocess.Popen[
     finally:
         if process.poll() is None:
             process.kill()
-        process.wait(10)
+        process.wait(60)
 
 
 def until(holds: Callable[[], object], most_s: float = 60.0) -> None:
@@ -142,18 +142,19 @@ def test_a_dry_run_says_what_the_seed_chooses_and_does_nothing(closed_cluster: C
 
 @pytest.mark.full(seconds=5)
 def test_ctrl_c_thaws_what_is_frozen(closed_cluster: Cluster) -> None:
-    name = closed_cluster.some_expert()
-    pid = closed_cluster.pid(name)
+    """Both servers: one that is silent alone may be replaced before a busy host has come to the signal."""
+    names = closed_cluster.whole()
+    pids = [closed_cluster.pid(name) for name in names]
     for number in (signal.SIGINT, signal.SIGTERM):
-        with begun(closed_cluster, "freeze", name, "--for", "60s") as (process, event):
-            assert (event["phase"], event["targets"]) == ("began", [name])
-            until(lambda: stopped(pid))
+        with begun(closed_cluster, "freeze", "--pool", "expert", "--mode", "all", "--for", "60s") as (process, event):
+            assert (event["phase"], sorted(event["targets"])) == ("began", names)
+            until(lambda: all(stopped(pid) for pid in pids))
             process.send_signal(number)
-            said, _ = process.communicate(timeout=10)
+            said, _ = process.communicate(timeout=60)
             assert process.returncode == 130
-            ended = json.loads(said)
-            assert (ended["phase"], ended["text"]) == ("ended", f"freeze of {name}: thawed {name}")
-            assert not stopped(pid)
+            ended, both = json.loads(said), ", ".join(event["targets"])
+            assert (ended["phase"], ended["text"]) == ("ended", f"freeze of {both}: thawed {both}")
+            assert not any(stopped(pid) for pid in pids)
 
 
 @pytest.mark.full(seconds=5)
@@ -204,7 +205,7 @@ def test_kill_and_freeze_need_no_router(closed_cluster: Cluster) -> None:
         assert done.returncode == 0, done.stderr
         assert f"killed {name} (pid {pid})" in done.stdout
         until(lambda: not Path(f"/proc/{pid}").exists())
-        said, _ = process.communicate(timeout=20)
+        said, _ = process.communicate(timeout=60)
         assert "thawed router/0" in said
     assert "killed router/0" in closed_cluster.chaos("kill", "--pool", "router").stdout
     closed_cluster.whole()
@@ -260,7 +261,7 @@ def test_a_plan_is_carried_out_at_its_times_and_ctrl_c_reverts_the_rest(open_clu
             assert event["at_s"] >= due_s, event
         assert {one["fault"]["kind"] for one in open_cluster.lasting()} == {"slow", "loss"}
         process.send_signal(signal.SIGINT)
-        said, _ = process.communicate(timeout=30)
+        said, _ = process.communicate(timeout=60)
     assert process.returncode == 130
     ended = [json.loads(line) for line in said.splitlines()]
     assert {(event["phase"], event["text"]) for event in ended} == {
@@ -280,7 +281,7 @@ def test_one_terminal_ends_what_another_began(open_cluster: Cluster) -> None:
         assert lasts["names"] == [name]
         assert f"slow {name} times 3" in open_cluster.chaos("list").stdout
         assert open_cluster.chaos("clear", event["id"]).stdout == f"cleared {event['id']}\n"
-        said, _ = process.communicate(timeout=20)
+        said, _ = process.communicate(timeout=60)
         assert process.returncode == 0
         assert json.loads(said)["phase"] == "ended"
     assert open_cluster.chaos("list").stdout == "nothing is injected\n"
@@ -289,7 +290,7 @@ def test_one_terminal_ends_what_another_began(open_cluster: Cluster) -> None:
 @pytest.mark.full(seconds=8)
 def test_faults_by_hand_are_counted_and_shown(open_cluster: Cluster) -> None:
     def counted(kind: str) -> float:
-        page = urllib.request.urlopen(f"{open_cluster.admin}/metrics", timeout=5).read().decode()
+        page = urllib.request.urlopen(f"{open_cluster.admin}/metrics", timeout=60).read().decode()
         found = re.search(rf'^eaas_faults_injected_total{{kind="{kind}"}} (\S+)', page, re.MULTILINE)
         assert found, page
         return float(found[1])
@@ -304,7 +305,7 @@ def test_faults_by_hand_are_counted_and_shown(open_cluster: Cluster) -> None:
 
         until(shown)
         process.send_signal(signal.SIGINT)
-        process.wait(10)
+        process.wait(60)
     frozen = open_cluster.chaos("freeze", name, "--for", "300ms")
     assert frozen.returncode == 0 and f"thawed {name}" in frozen.stdout, frozen.stdout
     # The other one: on a busy host what was frozen may be about to be replaced.

@@ -88,7 +88,7 @@ class Autoscaler:
             {"content-type": "application/json"},
             method="PUT" if body else "GET",
         )
-        with urllib.request.urlopen(request, timeout=5) as reply:
+        with urllib.request.urlopen(request, timeout=60) as reply:
             return json.load(reply)
 
 
@@ -148,7 +148,7 @@ def test_the_scale_endpoint_alone_drives_the_expert_pool_and_the_scaler_says_the
                 url = f"http://{admin}/admin/pools/{EXPERT}/scale"
                 headers = {"content-type": "application/json"}
                 request = urllib.request.Request(url, body, headers, method="PUT")
-                with urllib.request.urlopen(request, timeout=5) as reply:
+                with urllib.request.urlopen(request, timeout=60) as reply:
                     assert json.load(reply)["wanted"] == wanted
                 assert client.values(pool=EXPERT) == (wanted, float(wanted))
                 wait_for(

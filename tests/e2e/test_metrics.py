@@ -22,7 +22,7 @@ PROMPT, TOKENS = "a prompt of some length, so that two blocks are filled", 24
 
 
 def page_of(address: str) -> Page:
-    with urllib.request.urlopen(f"{address}/metrics", timeout=5) as reply:
+    with urllib.request.urlopen(f"{address}/metrics", timeout=60) as reply:
         families = text_string_to_metric_families(reply.read().decode())
         return {family.name + ("_total" if family.type == "counter" else ""): family for family in families}
 
@@ -43,7 +43,7 @@ def complete(cluster: LocalCluster, **more: object) -> None:
     request = urllib.request.Request(
         f"{cluster.url}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
     )
-    urllib.request.urlopen(request, timeout=30).read()
+    urllib.request.urlopen(request, timeout=60).read()
 
 
 def test_the_table_and_a_live_scrape_agree(cluster: LocalCluster) -> None:
@@ -67,7 +67,7 @@ def test_the_table_and_a_live_scrape_agree(cluster: LocalCluster) -> None:
 @pytest.mark.skipif(not shutil.which("promtool"), reason="needs promtool, found none on PATH")
 def test_promtool_finds_nothing_wrong_with_either_page(cluster: LocalCluster) -> None:
     for address in (cluster.url, f"http://{cluster.admin_addresses[0]}"):
-        with urllib.request.urlopen(f"{address}/metrics", timeout=5) as reply:
+        with urllib.request.urlopen(f"{address}/metrics", timeout=60) as reply:
             page = reply.read()
         said = subprocess.run(["promtool", "check", "metrics"], input=page, capture_output=True).stderr.decode()
         # Names of vLLM are what they are.
@@ -134,29 +134,30 @@ def test_servers_links_and_failovers_are_counted_through_a_kill(cluster: LocalCl
     def evicted(page: Page) -> float:
         return total(page, "eaas_evictions_total", pool="expert", reason="ended")
 
-    def mended() -> bool:
-        page = router()
-        replaced = evicted(page) == evicted(before) + 1
-        whole = total(page, "eaas_replicas_min") == 2 and not total(page, "eaas_moves_in_flight")
-        return replaced and whole and total(page, "eaas_members", pool="expert", state="serving") == experts
+    def states(page: Page) -> dict[str, str]:
+        return {s.labels["member"]: s.labels["state"] for s in page["eaas_member_state"].samples}
 
-    wait_for("a replacement with its experts", mended, cluster)
-    after = router()
+    found: list[Page] = []
+
+    def mended() -> bool:
+        # On one page: on a busy host a member may be suspect for a moment, or a copy be moved.
+        (page,) = found[:] = [router()]
+        replaced = evicted(page) == evicted(before) + 1 and victim not in states(page)
+        whole = total(page, "eaas_replicas_min") == 2 and not total(page, "eaas_moves_in_flight")
+        serving = list(states(page).values()).count("serving") == experts + 2
+        told = total(page, "eaas_link_rows_total") > total(before, "eaas_link_rows_total")
+        return replaced and whole and serving and told
+
+    wait_for("a replacement with its experts, and the links as they are now", mended, cluster)
+    (after,) = found
+    assert total(after, "eaas_members", pool="expert", state="serving") == experts
     assert total(after, "eaas_experts_lost") == total(after, "eaas_experts_below_wanted") == 0
     assert total(after, "eaas_migrations_total") >= total(before, "eaas_migrations_total")
     assert total(after, "eaas_copies_loaded_total") > total(before, "eaas_copies_loaded_total")
     assert 0 < total(after, "eaas_balancedness") <= 1
     # What was done with the dead server is still told, by the worker that did it; its own counters ended with it.
-    wait_for(
-        "the links as they are now",
-        lambda: total(router(), "eaas_link_rows_total") > total(before, "eaas_link_rows_total"),
-        cluster,
-    )
-    after = router()
     assert total(after, "eaas_link_rows_total", server=victim) >= rows > 0
     assert not [s for s in after["eaas_server_rows_total"].samples if s.labels["server"] == victim]
-    states = {s.labels["member"]: s.labels["state"] for s in after["eaas_member_state"].samples}
-    assert victim not in states and list(states.values()).count("serving") == experts + 2
     shape = json.loads((cluster.config.model / "config.json").read_text())
     pairs = shape["num_hidden_layers"] * shape["num_experts"]
     assert total(after, "eaas_server_replicas", state="serving") == 2 * pairs

@@ -132,7 +132,7 @@ def test_requests_wait_for_pools_that_were_scaled_to_nothing(tiny: Path, calm: l
         world.scale(ATTENTION, 0)
         world.scale(EXPERT, 0)
         assert set(world.cluster.pids()) == {"router/0", "gateway/1"}
-        with urllib.request.urlopen(f"{world.cluster.url}/v1/models", timeout=5) as answer:
+        with urllib.request.urlopen(f"{world.cluster.url}/v1/models", timeout=60) as answer:
             assert [model["id"] for model in json.load(answer)["data"]] == ["tiny"]
         clients = InBackground(world.cluster)
         wait_for("the queue in the gateway's load", lambda: world.load(GATEWAY, "waiting") == CLIENTS)

@@ -98,4 +98,4 @@ def test_it_serves_the_built_in_model_from_an_empty_environment(wheel: Path, tmp
     finally:
         if process.poll() is None:
             process.send_signal(signal.SIGINT)
-        process.wait(20)
+        process.wait(60)

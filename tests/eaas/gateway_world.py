@@ -215,7 +215,7 @@ class FakeWorker:
     sent: int = 0
 
     def run(self, work: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, self.loop).result(10)
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(60)
 
     def start(self) -> FakeWorker:
         self.run(self._start())
@@ -402,7 +402,7 @@ class GatewayProcess:
     def stop(self) -> tuple[int, str]:
         """Returns the exit status and the log."""
         self.process.terminate()
-        _, log = self.process.communicate(timeout=10)
+        _, log = self.process.communicate(timeout=60)
         return self.process.returncode, log.decode()
 
 

@@ -32,6 +32,7 @@ from eaas.worker.protocol import (
 )
 from experts.checkpoint import Checkpoint
 from router.client import RouterClient
+from tests.host_stalls import bounded
 
 pytestmark = pytest.mark.alone
 
@@ -128,6 +129,21 @@ class Gateway:
         return found
 
 
+def recovered(gateway: Gateway) -> bool:
+    """Whether it answers, once it has attached to the new server: that may be later than another worker has."""
+    end_s = time.monotonic() + START_S
+    while time.monotonic() < end_s:
+        gateway.submit("b", [1, 2, 3], max_tokens=3)
+        count, message = 0, gateway.next()
+        while isinstance(message, Step):
+            count += len(message.tokens)
+            if count == 3:
+                return True
+            message = gateway.next()
+        assert isinstance(message, Failed) and message.code == "expert_lost", message
+    return False
+
+
 def exit_code(child: Child, timeout_s: float) -> int | None:
     with contextlib.suppress(subprocess.TimeoutExpired):
         return child.process.wait(timeout_s)
@@ -163,7 +179,7 @@ def test_it_serves_loses_an_expert_server_and_leaves_in_order(tmp_path: Path, mo
         assert gateway.tokens("replay", 23) == calm[17:]
 
         router = RouterClient(world.router)
-        end_s = time.monotonic() + 10
+        end_s = time.monotonic() + 60
         # Another look may be at a moment without tokens.
         while not (member := router.status().view.pool("attention")[0]).load.get("tokens_per_s"):
             gateway.submit("more", [1, 2])
@@ -179,15 +195,14 @@ def test_it_serves_loses_an_expert_server_and_leaves_in_order(tmp_path: Path, mo
 
         gateway.submit("last", [1, 2], max_tokens=1500)
         gateway.next()
-        began_s = time.monotonic()
-        attention.send(signal.SIGTERM)
-        with pytest.raises((EOFError, ConnectionResetError)):
-            while True:
-                message = gateway.next()
-                if isinstance(message, Failed):
-                    assert (message.id, message.code, message.retryable) == ("last", "shutting_down", True)
-        assert exit_code(attention, 5.0) == 0, attention.tail()
-        assert time.monotonic() - began_s < 1.5
+        with bounded(1.5):
+            attention.send(signal.SIGTERM)
+            with pytest.raises((EOFError, ConnectionResetError)):
+                while True:
+                    message = gateway.next()
+                    if isinstance(message, Failed):
+                        assert (message.id, message.code, message.retryable) == ("last", "shutting_down", True)
+            assert exit_code(attention, START_S) == 0, attention.tail()
         assert router.status().view.pool("attention") == (), "it is still a member"
         router.close()
 
@@ -209,13 +224,12 @@ def test_a_step_stuck_without_experts_fails_at_its_deadline_or_ends_with_the_pro
         stuck = world.attention("--deadline-s", "60")
         world.expert()
         other = Gateway(world.wait(stuck))
-        gateway.submit("b", [1, 2, 3], max_tokens=3)
-        assert len(gateway.tokens("b", 3)) == 3, "the worker did not recover"
+        assert recovered(gateway), "the worker did not recover"
         world.children[-1].send(signal.SIGKILL)
         other.submit("c", [1, 2, 3])
         time.sleep(0.3)
         stuck.send(signal.SIGTERM)
-        assert exit_code(stuck, 2.0) == 0, stuck.tail()
+        assert exit_code(stuck, 30.0) == 0, stuck.tail()
 
 
 def start_error(*arguments: str) -> str:

@@ -151,7 +151,7 @@ def server() -> Iterator[CuttingServer]:
 
 def bodies(kind: Any, url: str, count: int, before: Callable[[int], None], asked: Any = None) -> list[bytes]:
     """The whole bodies of so many POSTs of one resuming client, whichever kind it is; `before` is called for each."""
-    client = resuming(kind(timeout=20, verify=False))
+    client = resuming(kind(timeout=60, verify=False))
 
     def read() -> Iterator[bytes]:
         with client:
@@ -326,7 +326,7 @@ def test_requests_for_whole_answers_pass_through(server: CuttingServer) -> None:
 
 @pytest.mark.parametrize("how", ["close", "end"])
 def test_patience_ends_and_begins_anew_with_each_event(server: CuttingServer, how: str) -> None:
-    client = resuming(httpx.Client(timeout=20), patience_s=0.5)
+    client = resuming(httpx.Client(timeout=60), patience_s=0.5)
     size = len(server.events[0])
     slow = [Act(status=503, headers="retry-after: 0.3\r\n")]
     server.acts[:] = [*slow, Act(after=size, how=how), *slow, Act(after=size, how=how), *slow, Act()]
@@ -345,7 +345,7 @@ def test_patience_ends_and_begins_anew_with_each_event(server: CuttingServer, ho
 
 def test_a_client_that_closes_its_stream_holds_no_connection(server: CuttingServer) -> None:
     server.acts[:] = [Act(after=len(server.events[0]), how="close")]
-    http = httpx.Client(timeout=20, limits=httpx.Limits(max_connections=1), headers={"x-mine": "1"})
+    http = httpx.Client(timeout=60, limits=httpx.Limits(max_connections=1), headers={"x-mine": "1"})
     client = resuming(http)
     for _ in range(3):
         with client.stream("POST", server.url, json=STREAMED) as response:

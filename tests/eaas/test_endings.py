@@ -135,7 +135,7 @@ def act():
 child.on_signals(act, signal.SIGTERM)
 for _ in range(2):
     os.kill(os.getpid(), signal.SIGTERM)
-    if not heard.acquire(timeout=5):
+    if not heard.acquire(timeout=20):
         raise SystemExit("not heard")
 """
     ended = subprocess.run(

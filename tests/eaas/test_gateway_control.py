@@ -41,7 +41,7 @@ def running(url: str, worker: FakeWorker) -> Iterator[Future[httpx.Response]]:
 
 
 def choices_of(answer: Future[httpx.Response]) -> list[tuple[str, str]]:
-    reply = answer.result(20)
+    reply = answer.result(60)
     assert reply.status_code == 200, reply.text
     return [(choice["text"], choice["finish_reason"]) for choice in reply.json()["choices"]]
 
@@ -77,7 +77,7 @@ def test_a_pause_that_waits_lets_those_in_progress_end(
         eventually(lambda: paused(url), "it is paused")
         refused = httpx.post(f"{url}/v1/completions", json=BODY)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "paused")
-        assert pause.result(20).json() == {"status": "paused"}
+        assert pause.result(60).json() == {"status": "paused"}
     assert [(whole(text), end) for text, end in choices_of(running)] == [(True, "length")] * 2
 
 

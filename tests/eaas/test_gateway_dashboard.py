@@ -35,7 +35,7 @@ def worker(world: World) -> FakeWorker:
 @pytest.fixture(scope="module")
 def url(world: World, worker: FakeWorker) -> Iterator[str]:
     gateway = GatewayProcess(world)
-    eventually(lambda: httpx.get(f"{gateway.url}/health").status_code == 200, "ready", 20)
+    eventually(lambda: httpx.get(f"{gateway.url}/health").status_code == 200, "ready")
     yield gateway.url
     status, log = gateway.stop()
     assert status == 0
@@ -111,11 +111,11 @@ def test_what_is_served_is_counted_and_what_is_good_too(url: str) -> None:
 def test_what_happens_while_nobody_watches_is_told_later(url: str, world: World, worker: FakeWorker) -> None:
     other = world.worker()
     world.router.show(worker, other)
-    eventually(lambda: any(b.workers[-1].name == other.name for b in boards(url, 1)), "the second", 10)
+    eventually(lambda: any(b.workers[-1].name == other.name for b in boards(url, 1)), "the second")
     eventually(lambda: len(httpx.get(f"{url}/status").json()["gateway"]["attention_workers"]) == 2, "linked")
+    began_s = time.time()
     world.router.show(worker)
     other.stop()
-    began_s = time.time()
     eventually(lambda: len(httpx.get(f"{url}/status").json()["gateway"]["attention_workers"]) == 1, "gone")
     shown: list[Board] = []
 
@@ -126,7 +126,7 @@ def test_what_happens_while_nobody_watches_is_told_later(url: str, world: World,
     eventually(is_told, "a board that tells of it")
     lost = next(h for h in shown[0].happenings if h.kind == "lost")
     assert lost.text == f"{other.name} lost"
-    assert abs(lost.at_s - began_s) < 5
+    assert began_s - 1 < lost.at_s < time.time() + 1
     assert next(h for h in shown[0].happenings if h.kind == "serves").text == f"{other.name} serves"
 
 
@@ -149,7 +149,7 @@ def test_listeners_are_bounded_and_a_place_is_given_back(url: str) -> None:
         found: list[ExitStack | None] = []
         for _ in range(MOST_LISTENERS):
             # Those of earlier tests may not have gone yet.
-            eventually(lambda: found.append(listen(url)) or found[-1], "a place", 15)
+            eventually(lambda: found.append(listen(url)) or found[-1], "a place")
             open_ones.enter_context(found[-1])  # type: ignore[arg-type]
         refused = open_ones.enter_context(httpx.stream("GET", f"{url}/dashboard/events", timeout=30))
         assert refused.status_code == 503
@@ -157,7 +157,7 @@ def test_listeners_are_bounded_and_a_place_is_given_back(url: str) -> None:
         assert refused.headers["retry-after"] == "5"
         assert complete(url).status_code == 200
 
-    eventually(lambda: found.append(listen(url)) or found[-1], "a place once they have gone", 15)
+    eventually(lambda: found.append(listen(url)) or found[-1], "a place once they have gone")
     found[-1].close()  # type: ignore[union-attr]
 
 
@@ -172,7 +172,7 @@ def test_boards_go_on_while_the_router_is_away_and_say_so(tmp_path: Path) -> Non
     worker = world.worker()
     world.router.show(worker)
     gateway = GatewayProcess(world)
-    eventually(lambda: httpx.get(f"{gateway.url}/health").status_code == 200, "ready", 20)
+    eventually(lambda: httpx.get(f"{gateway.url}/health").status_code == 200, "ready")
     listening = boards(gateway.url, 100)
     first = next(listening)
     world.router.stop()

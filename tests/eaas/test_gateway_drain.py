@@ -48,7 +48,7 @@ class Client:
     """One connection, kept as long as it can be."""
 
     def __init__(self, address: str) -> None:
-        self.connection = http.client.HTTPConnection(address, timeout=20)
+        self.connection = http.client.HTTPConnection(address, timeout=60)
         self.connection.connect()
         # Else it would quietly connect anew.
         self.connection.auto_open = 0
@@ -93,7 +93,7 @@ def test_a_client_whose_stream_spans_the_drain_may_send_its_next_request_on_the_
     # Each by itself, as clients are: none may come late because another's answer took long.
     with ThreadPoolExecutor(len(clients)) as threads:
         list(threads.map(goes_on, clients, replies))
-    assert gateway.process.wait(10) == 0, "it ends with its last client"
+    assert gateway.process.wait(60) == 0, "it ends with its last client"
 
 
 def test_told_to_end_it_goes_on_with_its_streams_if_it_is_to_drain(world: World, worker: FakeWorker) -> None:
@@ -105,7 +105,7 @@ def test_told_to_end_it_goes_on_with_its_streams_if_it_is_to_drain(world: World,
         gateway.process.terminate()
         eventually(lambda: is_refused(address), "the end of its listening")
         assert reply.read().endswith(b"data: [DONE]\n\n"), "its stream was cut"
-        assert gateway.process.wait(10) == 0, "it ends with its last client"
+        assert gateway.process.wait(60) == 0, "it ends with its last client"
     finally:
         gateway.process.kill()
         gateway.process.communicate()
@@ -122,7 +122,7 @@ def test_told_twice_it_ends_its_streams_with_an_error(world: World, worker: Fake
         gateway.process.terminate()
         said = reply.read()
         assert b'"error"' in said and not said.endswith(b"[DONE]\n\n"), said[-300:]
-        assert gateway.process.wait(10) == 0
+        assert gateway.process.wait(60) == 0
     finally:
         gateway.process.kill()
         gateway.process.communicate()
@@ -138,7 +138,7 @@ def test_connections_that_nobody_uses_do_not_hold_up_the_end_of_a_drain(
     began_s = time.monotonic()
     assert used.connection.sock.recv(1) == unused.connection.sock.recv(1) == b""
     assert time.monotonic() - began_s >= LINGER_S / 2, "its next request may have been under way"
-    assert gateway.process.wait(10) == 0
+    assert gateway.process.wait(60) == 0
 
 
 def test_a_gateway_that_was_fenced_after_its_order_to_drain_drains_as_the_member_that_it_is_now() -> None:

@@ -31,7 +31,7 @@ def url(world: World, worker: FakeWorker) -> Iterator[str]:
 
 def asked(url: str, body: dict[str, Any], version: str = "1.1") -> socket.socket:
     host, port = url.removeprefix("http://").split(":")
-    connection = socket.create_connection((host, int(port)), timeout=20)
+    connection = socket.create_connection((host, int(port)), timeout=60)
     text = json.dumps(body).encode()
     head = f"POST /v1/completions HTTP/{version}\r\nhost: x\r\ncontent-type: application/json\r\n"
     connection.sendall(head.encode() + b"content-length: %d\r\n\r\n" % len(text) + text)

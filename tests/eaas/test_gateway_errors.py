@@ -435,7 +435,7 @@ def run_gateway(*arguments: str) -> tuple[int, dict[str, Any], str]:
     os.close(write_fd)
     with os.fdopen(read_fd) as pipe:
         report = json.loads(pipe.readline() or "{}")
-    _, log = process.communicate(timeout=20)
+    _, log = process.communicate(timeout=60)
     return process.returncode, report, log
 
 

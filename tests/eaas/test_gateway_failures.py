@@ -49,7 +49,7 @@ def status_of(url: str) -> dict[str, Any]:
 def stream(url: str, tokens: int, prompt: str = PROMPT) -> Iterator[str]:
     """Texts of one streamed completion; an error event is raised, a missing [DONE] too."""
     body = {"model": "tiny", "prompt": prompt, "max_tokens": tokens, "stream": True}
-    with httpx.stream("POST", f"{url}{PLAIN}", json=body, timeout=20) as reply:
+    with httpx.stream("POST", f"{url}{PLAIN}", json=body, timeout=60) as reply:
         assert reply.status_code == 200, reply.read()
         for line in reply.iter_lines():
             data = line.partition("data: ")[2]
@@ -62,6 +62,11 @@ def stream(url: str, tokens: int, prompt: str = PROMPT) -> Iterator[str]:
     raise AssertionError("the stream ended without [DONE]")
 
 
+def placed(worker: FakeWorker) -> int:
+    """Choices that it was the first to get: on a busy host some may be moved to it, for another's silence."""
+    return sum(submit.attempt == 1 for submit in worker.submits)
+
+
 def expected(tokens: int, prompt: str = PROMPT) -> list[str]:
     return list((prompt * (tokens // len(prompt) + 1))[:tokens])
 
@@ -69,17 +74,18 @@ def expected(tokens: int, prompt: str = PROMPT) -> list[str]:
 def test_a_worker_killed_in_mid_stream_is_replayed_and_each_token_comes_once(
     url: str, workers: Callable[..., list[FakeWorker]]
 ) -> None:
-    first, second = workers(2, step_s=0.003)
+    lost, kept = workers(2, step_s=0.003)
     texts: list[str] = []
     for text in stream(url, 120):
         texts.append(text)
         if len(texts) == 40:
-            first.stop() if first.submits else second.stop()
+            # Whichever has it now: on a busy host it may have been moved for its worker's silence.
+            lost, kept = (lost, kept) if lost.jobs else (kept, lost)
+            lost.stop()
     assert texts == expected(120)
-    lost, kept = (first, second) if first.submits and not first.jobs else (second, first)
-    replay = kept.submits[-1]
-    original = lost.submits[-1]
-    assert (replay.attempt, replay.prompt, replay.params) == (2, original.prompt, original.params)
+    replay, original = kept.submits[-1], lost.submits[-1]
+    replayed = (original.attempt + 1, original.prompt, original.params)
+    assert (replay.attempt, replay.prompt, replay.params) == replayed
     assert bytes(replay.output).decode() == "".join(texts)[: len(replay.output)]
     assert len(replay.output) >= 40
 
@@ -109,9 +115,9 @@ def test_choices_that_are_not_streamed_survive_a_kill_too(url: str, workers: Cal
     pair = workers(2, step_s=0.003)
     body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 80, "n": 4}
     with ThreadPoolExecutor(1) as threads:
-        reply = threads.submit(httpx.post, f"{url}{PLAIN}", json=body, timeout=20)
+        reply = threads.submit(httpx.post, f"{url}{PLAIN}", json=body, timeout=60)
         eventually(lambda: min(worker.sent for worker in pair) > 20, "tokens from both")
-        assert [len(worker.submits) for worker in pair] == [2, 2], "choices are spread"
+        assert [placed(worker) for worker in pair] == [2, 2], "choices are spread"
         pair[0].stop()
         choices = reply.result().json()["choices"]
     assert [choice["text"] for choice in choices] == ["".join(expected(80))] * 4
@@ -258,7 +264,7 @@ def test_a_request_that_brings_down_every_worker_is_given_up(
     for worker in workers(2):
         dies_of_poison(worker, deaths)
     body = {"model": "tiny", "prompt": "poison", "n": choices}
-    reply = httpx.post(f"{url}{PLAIN}", json=body, timeout=10)
+    reply = httpx.post(f"{url}{PLAIN}", json=body, timeout=60)
     assert reply.status_code == 500
     assert reply.json()["error"]["code"] == "attempts_exhausted"
     assert 2 + 3 <= len(deaths) <= most
@@ -277,7 +283,7 @@ def test_a_request_that_brings_down_every_worker_takes_no_other_with_it(
         streams = [threads.submit(list, stream(url, 9, f"innocent {number} ")) for number in range(8)]
         eventually(lambda: sum(len(worker.submits) for worker in group) == 8, "the innocent ones")
         body = {"model": "tiny", "prompt": "poison"}
-        poison = threads.submit(httpx.post, f"{url}{PLAIN}", json=body, timeout=20)
+        poison = threads.submit(httpx.post, f"{url}{PLAIN}", json=body, timeout=60)
         eventually(lambda: len(deaths) >= 2, "two deaths")
         for worker in group:
             worker.frozen = False
@@ -387,14 +393,14 @@ def test_new_work_goes_to_the_worker_with_the_least(url: str, workers: Callable[
     first, second = workers(2, frozen=True)
     body = {"model": "tiny", "max_tokens": 10}
     with ThreadPoolExecutor(8) as threads:
-        big = threads.submit(httpx.post, f"{url}{PLAIN}", json={**body, "prompt": "x" * 2000})
+        big = threads.submit(httpx.post, f"{url}{PLAIN}", json={**body, "prompt": "x" * 2000}, timeout=60)
         eventually(lambda: first.submits or second.submits, "the first request")
         loaded, idle = (first, second) if first.submits else (second, first)
         small = []
         for number in range(1, 7):
-            small.append(threads.submit(httpx.post, f"{url}{PLAIN}", json={**body, "prompt": "small"}))
-            eventually(lambda n=number: len(idle.submits) + len(loaded.submits) == n + 1, f"request {number}")
-        assert len(idle.submits) == 6
+            small.append(threads.submit(httpx.post, f"{url}{PLAIN}", json={**body, "prompt": "small"}, timeout=60))
+            eventually(lambda n=number: placed(idle) + placed(loaded) == n + 1, f"request {number}")
+        assert placed(idle) == 6
         first.frozen = second.frozen = False
         assert all(reply.result().status_code == 200 for reply in [big, *small])
 
@@ -460,10 +466,9 @@ def test_a_slow_reader_stalls_only_itself_and_is_ended(url: str, workers: Callab
     head = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: "
     connection.sendall(f"{head}{len(body)}\r\n\r\n".encode() + body)
     eventually(lambda: worker.submits, "the slow request")
-    began_s = time.monotonic()
-    assert list(stream(url, 50)) == expected(50)
-    assert time.monotonic() - began_s < 2.0
-    eventually(lambda: worker.cancels, "the stalled client's end", timeout_s=15)
+    with bounded(2.0):
+        assert list(stream(url, 50)) == expected(50)
+    eventually(lambda: worker.cancels, "the stalled client's end")
     assert worker.sent < 7000, "the client was ended for not reading, before all was generated"
     eventually(lambda: status_of(url)["gateway"]["running"] == 0, "an empty gateway")
     connection.close()

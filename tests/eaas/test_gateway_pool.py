@@ -60,7 +60,7 @@ def sequence_of(text: str, tokens: int) -> tuple[Generation, Sequence]:
 
 
 async def until(condition, what: str) -> None:
-    end_s = time.monotonic() + 5
+    end_s = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < end_s, what
         await asyncio.sleep(0.002)

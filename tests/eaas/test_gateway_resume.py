@@ -50,7 +50,7 @@ def ask(url: str, path: str, body: dict[str, Any], after: str = "", **headers: s
     headers |= {"last-event-id": after} if after else {}
     # Some clients escape every letter that others write as it is: the same bytes are the same request.
     sent = json.dumps({"model": "tiny", "stream": True, **body}).encode()
-    return httpx.post(f"{url}{path}", content=sent, timeout=20, headers={"content-type": "application/json", **headers})
+    return httpx.post(f"{url}{path}", content=sent, timeout=60, headers={"content-type": "application/json", **headers})
 
 
 def events_of(reply: httpx.Response) -> list[str]:
@@ -223,7 +223,7 @@ def test_a_key_that_is_none_is_refused_at_the_start(world: World, tmp_path: Path
         else:
             path.unlink()
         gateway = GatewayProcess(world, "--resume-key-file", str(path))
-        _, log = gateway.process.communicate(timeout=20)
+        _, log = gateway.process.communicate(timeout=60)
         assert gateway.process.returncode == 1 and says in log.decode(), log
 
 

@@ -89,7 +89,7 @@ class World:
         rpc.add_ExpertsServicer_to_server(service, control)
         address = f"127.0.0.1:{control.add_insecure_port('127.0.0.1:0')}"
         control.start()
-        self.undo.append(lambda: control.stop(0).wait(5))
+        self.undo.append(lambda: control.stop(0).wait(60))
         return address
 
     def server(self, incarnation: int) -> tuple[ExpertServer, str]:
@@ -168,7 +168,7 @@ def world() -> Iterator[World]:
         undo()
 
 
-def until(true: Callable[[], object], within_s: float = 10.0) -> bool:
+def until(true: Callable[[], object], within_s: float = 60.0) -> bool:
     """Whether it becomes true in time."""
     end_s = time.monotonic() + within_s
     while not true():
@@ -221,24 +221,24 @@ def test_a_client_answers_while_its_links_close_and_closes_each_once(
     members = [(5 + i, world.server(5 + i)[1], EVERY) for i in range(4)]
     client, endpoint = world.client()
     client.apply_view(world.view(*members))
-    assert until(lambda: client.adopted_epoch == 1, 10)
+    assert until(lambda: client.adopted_epoch == 1)
     peers, windows = list(endpoint._peers), list(endpoint._windows)
     let_go, asked = hold_up(endpoint, monkeypatch)
     with ThreadPoolExecutor(1) as lease:
         try:
             client.apply_view(world.view(members[0]))
-            assert until(lambda: asked, 10), "nothing was disconnected"
-            (name,) = lease.submit(client.stats).result(10)
+            assert until(lambda: asked), "nothing was disconnected"
+            (name,) = lease.submit(client.stats).result(60)
             assert name == "expert/5"
             world.check(client)
             closing = threading.Thread(target=client.close)
             closing.start()
-            assert lease.submit(client.stats).result(10) is not None
+            assert lease.submit(client.stats).result(60) is not None
             closing.join(0.3)
             assert closing.is_alive(), "the client was closed before its links were"
         finally:
             let_go.set()
-        closing.join(10)
+        closing.join(60)
     assert not closing.is_alive()
     assert sorted(map(id, asked)) == sorted(map(id, peers))
     assert not endpoint._peers and not endpoint._windows
@@ -253,7 +253,7 @@ def test_a_server_answers_while_its_clients_links_close_and_closes_each_once(
     view = world.view((5, address, EVERY))
     for client, _ in clients:
         client.apply_view(view)
-        assert until(lambda client=client: client.adopted_epoch == 1, 10)
+        assert until(lambda client=client: client.adopted_epoch == 1)
     peers = list(server._endpoint._peers)  # pyright: ignore[reportAttributeAccessIssue]
     let_go, asked = hold_up(server._endpoint, monkeypatch)  # pyright: ignore[reportArgumentType]
     with ThreadPoolExecutor(1) as lease:
@@ -261,20 +261,20 @@ def test_a_server_answers_while_its_clients_links_close_and_closes_each_once(
             for client, endpoint in clients[:2]:
                 client.close()
                 endpoint.close()
-            lease.submit(server.reap).result(10)
+            lease.submit(server.reap).result(60)
             assert server.clients == ("attention/102",)
-            assert until(lambda: asked, 10), "nothing was disconnected"
-            lease.submit(server.counters).result(10)
-            lease.submit(server.set_lease, 1 << 62).result(10)
+            assert until(lambda: asked), "nothing was disconnected"
+            lease.submit(server.counters).result(60)
+            lease.submit(server.set_lease, 1 << 62).result(60)
             world.check(clients[2][0])
             closing = threading.Thread(target=server.close)
             closing.start()
             closing.join(0.3)
             assert closing.is_alive(), "the server was closed before its links were"
-            assert lease.submit(server.counters).result(10).rows
+            assert lease.submit(server.counters).result(60).rows
         finally:
             let_go.set()
-        closing.join(10)
+        closing.join(60)
     assert not closing.is_alive()
     assert sorted(map(id, asked)) == sorted(map(id, peers))
     assert not server._endpoint._peers  # pyright: ignore[reportAttributeAccessIssue]
@@ -293,7 +293,7 @@ def test_a_server_s_own_connection_ends_while_the_client_still_waits(
     monkeypatch.setattr(server._endpoint, "connect", connect_watched)
     client, _ = world.client()
     client.apply_view(world.view((5, address, EVERY)))
-    assert until(lambda: client.adopted_epoch == 1, 10)
+    assert until(lambda: client.adopted_epoch == 1)
     assert found == [CONNECT_BACK_S] and CONNECT_BACK_S < ATTACH_S
 
 
@@ -302,7 +302,7 @@ def test_want_of_memory_ends_when_memory_is_back(world: World) -> None:
     client, endpoint = world.client()
     endpoint.failures = 2
     client.apply_view(world.view((5, address, EVERY)))
-    assert until(lambda: client.adopted_epoch == 1, 5), "no link was tried again"
+    assert until(lambda: client.adopted_epoch == 1), "no link was tried again"
     world.check(client)
 
 
@@ -324,9 +324,9 @@ def test_links_are_let_go_and_made_whatever_is_raised_between(world: World) -> N
         except RuntimeError as error:
             assert "planted" in str(error)
     assert broken
-    assert until(lambda: client.attached == ("expert/6",), 5)
+    assert until(lambda: client.attached == ("expert/6",))
     world.check(client)
-    assert until(lambda: len(endpoint._peers) == 1 and len(endpoint._windows) == 1, 5), "the first link leaked"
+    assert until(lambda: len(endpoint._peers) == 1 and len(endpoint._windows) == 1), "the first link leaked"
 
 
 def test_a_server_that_drains_serves_until_its_heir_is_attached(world: World) -> None:
@@ -389,7 +389,7 @@ def test_a_server_frozen_in_the_handshake_costs_no_more_than_an_attach(
     client, endpoint = world.client()
     began_s = time.monotonic()
     client.apply_view(world.view((8, world.listen(service), EVERY)))
-    assert until(lambda: "attach_failed" in caplog.text, 10)
+    assert until(lambda: "attach_failed" in caplog.text)
     assert time.monotonic() - began_s < ATTACH_S + SOON_S
     client.apply_view(world.view())
     assert until(lambda: not endpoint._windows, ATTACH_S + SOON_S)
@@ -410,11 +410,11 @@ def test_a_server_of_another_release_is_not_used_whichever_side_is_newer(
         f"asks for wire version {VERSION} (here {VERSION + 1})",
         f"wire version 0 found, {VERSION} needed",
     ):
-        assert until(lambda words=words: words in caplog.text, 10), caplog.text
+        assert until(lambda words=words: words in caplog.text), caplog.text
     assert not client.attached and not newer.clients
     newer._backend = CpuBackend()
     client.apply_view(world.view((7, address, EVERY)))
-    assert until(lambda: client.attached == ("expert/7",), 10)
+    assert until(lambda: client.attached == ("expert/7",))
     world.check(client)
 
 

@@ -36,7 +36,7 @@ SIZES = {"hidden": 128, "intermediate": 96, "experts": 8, "top_k": 2}
 def settle(client: ExpertClient, view: View) -> None:
     """Apply a View and wait until its routes are in use."""
     client.apply_view(view)
-    end_s = time.monotonic() + 10
+    end_s = time.monotonic() + 60
     while client.adopted_epoch < view.epoch and time.monotonic() < end_s:
         time.sleep(0.002)
     assert client.adopted_epoch == view.epoch, client.attached
@@ -164,7 +164,7 @@ class Cluster:
             assert server.process.stdin
             server.process.stdin.close()
         for server in self.servers:
-            server.process.wait(timeout=10)
+            server.process.wait(timeout=60)
 
 
 @pytest.fixture
@@ -231,14 +231,15 @@ def test_a_frozen_server_changes_no_bit_and_comes_back(cluster: Cluster) -> None
     assert frozen.held_slots >= 1
     os.kill(servers[0].process.pid, signal.SIGCONT)
     waited_s = 0.0
-    while next(iter(client.stats().values())).held_slots and waited_s < 5:
+    while next(iter(client.stats().values())).held_slots and waited_s < 60:
         cluster.check(client, rng, 20)
         time.sleep(0.02)
         waited_s += 0.02
     assert next(iter(client.stats().values())).held_slots == 0
-    for _ in range(5):
+    end_s = time.monotonic() + 60
+    while next(iter(client.stats().values())).calls <= frozen.calls:
         cluster.check(client, rng, 20)
-    assert next(iter(client.stats().values())).calls > frozen.calls
+        assert time.monotonic() < end_s, "it is not asked again"
 
 
 def test_the_last_replica_lost_is_said_at_the_deadline_and_new_routes_heal_it(cluster: Cluster) -> None:
@@ -286,7 +287,7 @@ def test_views_published_during_calls_move_experts_without_a_wrong_bit(cluster: 
         for each in (client, other):
             each.apply_view(view)
         waiting_s = 0.0
-        while min(client.adopted_epoch, other.adopted_epoch) < view.epoch and waiting_s < 5:
+        while min(client.adopted_epoch, other.adopted_epoch) < view.epoch and waiting_s < 60:
             time.sleep(0.005)
             waiting_s += 0.005
         assert min(client.adopted_epoch, other.adopted_epoch) == view.epoch
@@ -310,7 +311,7 @@ def test_the_windows_of_a_client_that_goes_are_freed(cluster: Cluster) -> None:
     # A client that is killed hangs up just so: the kernel closes its sockets.
     cluster.endpoints[0].close()
     waited_s = 0.0
-    while server.tell("clients") and waited_s < 5:
+    while server.tell("clients") and waited_s < 60:
         time.sleep(0.02)
         waited_s += 0.02
     assert server.tell("clients") == 0
@@ -323,7 +324,7 @@ def test_a_client_of_another_model_is_refused_and_told_why(cluster: Cluster, cap
         endpoint=endpoint, shape=cluster.shape, dtype=Dtype.BFLOAT16, model_hash="ff" * 32, incarnation=9
     )
     other.apply_view(cluster.view())
-    end_s = time.monotonic() + 5
+    end_s = time.monotonic() + 60
     while "attach_failed" not in caplog.text and time.monotonic() < end_s:
         time.sleep(0.01)
     assert other.attached == ()

@@ -65,7 +65,7 @@ def told(world: OneHost, what: str, value: int, otherwise: int) -> Iterator[None
 
 
 def until_polled(window: object, value: int) -> None:
-    deadline_s = time.monotonic() + 10
+    deadline_s = time.monotonic() + 60
     while window.poll(0, 1)[0] != value:  # type: ignore[attr-defined]
         assert time.monotonic() < deadline_s, f"no signal {value}"
         time.sleep(0.0005)
@@ -106,7 +106,7 @@ def test_a_killed_owner_leaves_the_mapping_usable_and_is_gone(world: OneHost, en
         peer = endpoint.connect(bytes.fromhex(other.hear()))
         endpoint.put(peer, 64, b"before")
         other.process.send_signal(signal.SIGKILL)
-        assert hangs_up(peer.liveness_fd, 1.0)
+        assert hangs_up(peer.liveness_fd, 60.0)
         assert endpoint.status(peer) is Status.GONE
         assert endpoint.device.read(peer.address + 64, 6).tobytes() == b"before"
         endpoint.put(peer, 64, b"after ")
@@ -127,7 +127,7 @@ def test_a_killed_writer_leaves_what_it_wrote_and_its_window_goes_at_once(
         endpoint.signal(peer, 0, 1)
         until_polled(window, 1)
         other.process.send_signal(signal.SIGKILL)
-        assert hangs_up(window.liveness_fd, 1.0)
+        assert hangs_up(window.liveness_fd, 60.0)
         assert window.memory[64:1064].tobytes() == (bytes(range(200)) * 5)[::-1]
         window.close()
         assert retired_bytes(endpoint) == 0
@@ -186,7 +186,7 @@ def test_a_lie_about_the_size_of_the_memory_is_refused(
         with pytest.raises(ConnectRefused, match=f"parent's window on GPU-a0.* cannot be mapped.*{message}"):
             other.connect(place(window.descriptor, held_bytes))
         assert world.live() == before
-        assert hangs_up(window.liveness_fd, 1.0), "the owner is told"
+        assert hangs_up(window.liveness_fd, 60.0), "the owner is told"
 
 
 def test_a_descriptor_with_another_address_is_refused(endpoint: CudaEndpoint) -> None:

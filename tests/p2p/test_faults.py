@@ -123,7 +123,7 @@ def test_nothing_is_written_to_a_window_that_was_let_go(library: Any) -> None:
     faults.arm(1, "delay", by_s=0.5)
     assert (link.send(), other.send()) == ("kept", "kept")
     faults.unlink(link.address)
-    end_s = time.monotonic() + 5
+    end_s = time.monotonic() + 60
     while other.signal() != other.sequence:
         assert time.monotonic() < end_s
     time.sleep(0.1)
@@ -177,7 +177,7 @@ def run(code: str) -> subprocess.Popen[str]:
 @pytest.mark.parametrize("act", ["faults.kill()", "faults.Waker(1.0)", "faults.arm(1, 'loss')", "faults.disarm(1)"])
 def test_nothing_can_be_armed_where_it_was_not_allowed(act: str) -> None:
     code = f"try:\n  {act}\nexcept faults.NotAllowed as error:\n  print(error)\n"
-    found = run(code + "faults.point('computed')").communicate(timeout=20)[0]
+    found = run(code + "faults.point('computed')").communicate(timeout=60)[0]
     assert "--allow-chaos" in found
 
 
@@ -186,7 +186,7 @@ def test_a_kill_strikes_at_its_point_after_so_many_passes() -> None:
         "faults.allow()\nfaults.arm(1, 'kill', where='computed', after=2)\n"
         "for number in range(9):\n  faults.point('combined')\n  print(number, flush=True)\n  faults.point('computed')"
     )
-    assert process.communicate(timeout=20)[0].split() == ["0", "1", "2"]
+    assert process.communicate(timeout=60)[0].split() == ["0", "1", "2"]
     assert process.returncode == -signal.SIGKILL
 
 
@@ -196,7 +196,7 @@ def test_a_freeze_at_a_point_ends_by_itself_and_leaves_no_process_behind() -> No
         "print(waker._process.pid, flush=True)\nbegan = time.monotonic()\nfaults.point('computed')\n"
         "print(time.monotonic() - began, flush=True)\nwaker.close()\nprint(waker._process.poll())"
     )
-    found = process.communicate(timeout=20)[0].split()
+    found = process.communicate(timeout=60)[0].split()
     assert process.returncode == 0 and float(found[1]) >= 0.4 and found[2] == "0", found
 
 
@@ -208,7 +208,7 @@ def test_a_waker_that_is_not_needed_goes(how: str) -> None:
     waker = Path(f"/proc/{int(process.stdout.readline())}")
     if how == "killed":
         process.kill()
-    end_s = time.monotonic() + 10
+    end_s = time.monotonic() + 60
     # It may go between any two looks at it.
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         while waker.joinpath("stat").read_text().rpartition(")")[2].split()[0] != "Z":
@@ -223,4 +223,4 @@ def test_a_freeze_of_no_time_does_not_last() -> None:
         "faults.allow()\nfor _ in range(3):\n  waker = faults.Waker(0.0)\n  waker.stop()\n  waker.close()\n"
         "  waker.stop()\nprint('awake')"
     )
-    assert process.communicate(timeout=20)[0].split() == ["awake"]
+    assert process.communicate(timeout=60)[0].split() == ["awake"]

@@ -94,7 +94,7 @@ def hangs_up(fd: int, timeout_s: float) -> bool:
     return bool(poll.poll(timeout_s * 1000))
 
 
-def until(condition: Any, timeout_s: float = 10.0) -> bool:
+def until(condition: Any, timeout_s: float = 60.0) -> bool:
     deadline_s = time.monotonic() + timeout_s
     while not condition() and time.monotonic() < deadline_s:
         time.sleep(0.0005)
@@ -115,7 +115,7 @@ def test_native_frames_travel_both_ways_between_processes(endpoint: NixlEndpoint
         for sequence in range(1, 201):
             payload = random.Random(sequence).randbytes(sequence * 1300)
             send(peer, 1, sequence, payload)
-            deadline_s = time.monotonic() + 10
+            deadline_s = time.monotonic() + 60
             while window.poll(LAYOUT.slot_offset(1), 1)[0] != sequence:
                 assert time.monotonic() < deadline_s, f"no answer to frame {sequence}"
                 if sequence % 2:
@@ -130,7 +130,7 @@ def test_native_frames_travel_both_ways_between_processes(endpoint: NixlEndpoint
         assert endpoint.refused == 0
         endpoint.disconnect(peer)
         window.close()
-        assert other.process.wait(10) is not None, "the child leaves when its peer has gone"
+        assert other.process.wait(60) is not None, "the child leaves when its peer has gone"
 
 
 def test_a_signal_shows_every_put_before_it(endpoint: NixlEndpoint) -> None:
@@ -174,7 +174,7 @@ def test_a_killed_writer_is_noticed_and_a_frozen_one_is_not(endpoint: NixlEndpoi
         other.thaw()
         assert not hangs_up(window.liveness_fd, 0.1)
         other.process.send_signal(signal.SIGKILL)
-        assert hangs_up(window.liveness_fd, 2.0)
+        assert hangs_up(window.liveness_fd, 60.0)
         assert endpoint.status(window) is Status.GONE
 
 
@@ -190,7 +190,7 @@ def test_a_killed_owner_is_noticed_and_a_frozen_one_is_not(endpoint: NixlEndpoin
         other.thaw()
         assert until(lambda: endpoint.channel_counts(peer)["waiting"] == 0)
         other.process.send_signal(signal.SIGKILL)
-        assert hangs_up(peer.liveness_fd, 2.0)
+        assert hangs_up(peer.liveness_fd, 60.0)
         assert endpoint.status(peer) is Status.GONE
         for action in (lambda: endpoint.put(peer, 0, b"x"), lambda: endpoint.signal(peer, 0, 1)):
             with pytest.raises(PeerGone, match="child has ended or withdrew the window"):
@@ -207,7 +207,7 @@ def test_what_was_put_before_leaving_arrives_and_leaving_is_noticed(endpoint: Ni
         other.say("go")
         assert other.hear() == "disconnected"
         assert window.poll(0, 1)[0] == 7 and set(window.memory[8:].tobytes()) == {7}
-        assert hangs_up(window.liveness_fd, 2.0)
+        assert hangs_up(window.liveness_fd, 60.0)
         assert endpoint.status(window) is Status.GONE
 
 
@@ -252,14 +252,15 @@ def test_a_restarted_member_connects_under_its_new_incarnation(endpoint: NixlEnd
             assert other.hear() == "connected"
             assert window.peer_incarnation == incarnation
             other.process.kill()
-            assert hangs_up(window.liveness_fd, 2.0)
+            assert hangs_up(window.liveness_fd, 60.0)
             window.close()
 
 
 def test_a_wrong_token_is_refused_and_the_right_one_works_once(endpoint: NixlEndpoint) -> None:
     window = endpoint.export_window(4096)
     with NixlEndpoint("other", CHILD) as other:
-        for token in (bytes(32), decode(window.descriptor).token[:-1] + b"\0"):
+        *most, last = decode(window.descriptor).token
+        for token in (bytes(32), bytes([*most, last ^ 1])):
             with pytest.raises(ConnectRefused, match=r"parent cannot be joined.*no answer in 1000 ms"):
                 other.connect(forge(window.descriptor, token=token), timeout_s=1.0)
         assert endpoint.refused >= 2 and window.peer_incarnation == 0
@@ -277,7 +278,7 @@ def test_of_many_callers_with_one_descriptor_exactly_one_gets_the_window(endpoin
     def call(number: int) -> None:
         with NixlEndpoint(f"caller-{number}", number) as caller:
             try:
-                caller.connect(window.descriptor, timeout_s=10)
+                caller.connect(window.descriptor, timeout_s=60)
                 outcomes.append("connected")
                 time.sleep(0.5)
             except ConnectRefused:
@@ -343,7 +344,7 @@ def left_behind() -> tuple[int, int, int]:
 def settled() -> tuple[int, int, int]:
     """What is left behind once it stays the same for a while: threads of UCX end a little later."""
     found, before = left_behind(), None
-    end_s = time.monotonic() + 10
+    end_s = time.monotonic() + 60
     while found != before and time.monotonic() < end_s:
         time.sleep(0.3)
         found, before = left_behind(), found
@@ -414,7 +415,7 @@ def test_an_endpoint_alive_at_the_interpreters_exit_ends_it_well(endpoint: NixlE
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
-    assert hangs_up(window.liveness_fd, 2.0)
+    assert hangs_up(window.liveness_fd, 60.0)
 
 
 def test_closing_an_endpoint_ends_a_connect_that_waits() -> None:
@@ -435,7 +436,7 @@ def test_closing_an_endpoint_ends_a_connect_that_waits() -> None:
         thread.start()
         time.sleep(0.5)
         caller.close()
-        thread.join(10)
+        thread.join(60)
         assert outcomes == ["closed"]
 
 
@@ -455,7 +456,7 @@ def test_closing_an_endpoint_at_any_moment_of_a_connect_or_an_export_is_safe(end
         thread.start()
         time.sleep(0.015 * turn)
         caller.close()
-        thread.join(10)
+        thread.join(60)
         assert ended and not caller._links, f"turn {turn}"
         window.close()
 

@@ -45,7 +45,7 @@ def test_a_killed_peer_is_noticed_within_100_ms(one_host: OneHost, endpoint: Any
         assert not hangs_up(window.liveness_fd, 0.05), "a frozen process keeps its mapping: it is not gone"
         with bounded(0.1):
             other.process.send_signal(signal.SIGKILL)
-            assert hangs_up(window.liveness_fd, 10.0)
+            assert hangs_up(window.liveness_fd, 60.0)
         assert endpoint.status(window) is Status.GONE
 
 
@@ -54,7 +54,7 @@ def test_a_dead_owner_is_noticed_by_the_writer(one_host: OneHost, endpoint: Any)
         peer = endpoint.connect(bytes.fromhex(other.hear()))
         endpoint.signal(peer, 0, 1)
         other.process.send_signal(signal.SIGKILL)
-        assert hangs_up(peer.liveness_fd, 1.0)
+        assert hangs_up(peer.liveness_fd, 60.0)
         with pytest.raises(PeerGone, match="child has ended or withdrew the window"):
             endpoint.signal(peer, 0, 2)
         endpoint.put(peer, 0, b"into the mapping, which outlives the dead")
@@ -88,7 +88,7 @@ def test_a_descriptor_of_another_transport_is_refused(
 
 def raw_socket(endpoint: Any) -> socket.socket:
     link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    link.settimeout(3)
+    link.settimeout(60)
     link.connect(decode(endpoint.export_window(4096).descriptor).address[:SOCKET_BYTES])
     return link
 
@@ -115,7 +115,7 @@ def test_noise_in_place_of_a_hello_is_refused(endpoint: Any) -> None:
 def test_another_user_is_hung_up_on_even_with_the_right_token(endpoint: Any) -> None:
     program = (
         "import os, socket, sys; os.setuid(int(sys.argv[3])); s = socket.socket(socket.AF_UNIX)\n"
-        "s.settimeout(3)\n"
+        "s.settimeout(60)\n"
         "s.connect(bytes.fromhex(sys.argv[1])); s.sendall(bytes.fromhex(sys.argv[2])); print(s.recv(4))"
     )
 
@@ -123,7 +123,7 @@ def test_another_user_is_hung_up_on_even_with_the_right_token(endpoint: Any) -> 
         offer = decode(endpoint.export_window(4096).descriptor)
         hello = b"P2PH" + struct.pack("<HHQ", 1, 0, CHILD) + offer.token + bytes(16)
         command = [sys.executable, "-c", program, offer.address[:SOCKET_BYTES].hex(), hello.hex(), str(uid)]
-        return subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.strip()
+        return subprocess.run(command, capture_output=True, text=True, timeout=60).stdout.strip()
 
     assert answer(0) == "b'P2PA'"
     # Hung up on with or without its hello read: nothing, or a reset.

@@ -46,7 +46,7 @@ def test_frames_travel_both_ways_between_processes(endpoint: ShmEndpoint) -> Non
         for sequence in range(1, 301):
             payload = random.Random(sequence).randbytes(sequence * 37)
             send(peer, 1, sequence, payload)
-            deadline_s = time.monotonic() + 5
+            deadline_s = time.monotonic() + 60
             while window.poll(LAYOUT.slot_offset(1), 1)[0] != sequence:
                 assert time.monotonic() < deadline_s, f"no answer to frame {sequence}"
                 seen = native.load().p2p_bell_read(endpoint.page_address, 0)
@@ -56,7 +56,7 @@ def test_frames_travel_both_ways_between_processes(endpoint: ShmEndpoint) -> Non
             assert frame.payload == payload[::-1], f"frame {sequence}"
         assert window.peer_incarnation == CHILD
         endpoint.disconnect(peer)
-        assert other.process.wait(5) is not None, "the child leaves when its peer has gone"
+        assert other.process.wait(60) is not None, "the child leaves when its peer has gone"
 
 
 def test_a_reader_never_accepts_what_a_running_writer_tears(endpoint: ShmEndpoint) -> None:
@@ -77,7 +77,7 @@ def test_a_reader_never_accepts_what_a_running_writer_tears(endpoint: ShmEndpoin
         )
         accepted = torn = torn_by_reference = 0
         until_s = time.monotonic() + 1.5
-        while time.monotonic() < until_s or (not torn and time.monotonic() < until_s + 5):
+        while (now_s := time.monotonic()) < until_s or (not (torn and torn_by_reference) and now_s < until_s + 60):
             result = native.load().p2p_frame_open(*where)
             if result >= 0:
                 attempt = int(header.view("<u4")[6])
@@ -102,7 +102,7 @@ def test_a_ring_wakes_a_lane_of_another_process(endpoint: ShmEndpoint) -> None:
             latencies_ns, rang = [], 0
             for sequence in range(first, first + 60):
                 other.say("wait")
-                end_s = time.monotonic() + 10
+                end_s = time.monotonic() + 60
                 while not sleeping.value:
                     assert time.monotonic() < end_s, f"wait {sequence} never began"
                     time.sleep(0.0001)

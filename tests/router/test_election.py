@@ -32,6 +32,7 @@ from router.service import NotLeading, RouterService
 from router.state import Config
 from router.view import PROTOCOL
 from tests.etcd import EtcdProcess, etcd_process
+from tests.host_stalls import bounded
 from tests.router.test_service import HOST, SHAPE, Server, complete, until
 
 pytestmark = pytest.mark.alone
@@ -71,7 +72,7 @@ class RouterProcess:
 
     def end(self, number: int = signal.SIGKILL) -> int:
         self.send(number)
-        return self.process.wait(timeout=10)
+        return self.process.wait(timeout=60)
 
 
 class Routers:
@@ -88,7 +89,7 @@ class Routers:
         assert len(leading) <= 1, f"{len(leading)} routers lead"
         return leading[0] if leading else None
 
-    def await_leader(self, *, but: RouterProcess | None = None, seconds: float = 20) -> RouterProcess:
+    def await_leader(self, *, but: RouterProcess | None = None, seconds: float = 60) -> RouterProcess:
         found: list[RouterProcess] = []
 
         def led() -> bool:
@@ -171,17 +172,15 @@ def test_a_killed_leader_is_followed_within_its_lease(started: Start) -> None:
     routers = started(2, "--replicas", "2")
     leader = routers.await_leader()
     attention, servers = Server(routers, "attention"), [Server(routers) for _ in range(2)]
-    until(lambda: complete(attention.client, 2, 2), 20)
+    until(lambda: complete(attention.client, 2, 2))
     launcher = RouterClient(routers.address)
     ordered: list[object] = []
     threading.Thread(target=lambda: [ordered.append(c) for c in launcher.launches(HOST)], daemon=True).start()
     assert launcher.status().pid == leader.pid
     before = attention.views[-1]
-    began_s = time.monotonic()
-    leader.end(signal.SIGKILL)
-    second = routers.await_leader(but=leader)
-    took_s = time.monotonic() - began_s
-    assert took_s <= TTL_S + SLACK_S, f"{took_s:.1f} s with a lease of {TTL_S} s"
+    with bounded(TTL_S + SLACK_S):
+        leader.end(signal.SIGKILL)
+        second = routers.await_leader(but=leader)
     until(lambda: attention.views[-1].term == before.term + 1)
     after = attention.views[-1]
     assert after.epoch > before.epoch
@@ -216,7 +215,7 @@ def test_a_leader_that_was_frozen_neither_writes_nor_publishes(started: Start) -
     routers = started()
     leader = routers.await_leader()
     server = Server(routers)
-    until(lambda: complete(server.client, 1, 1), 20)
+    until(lambda: complete(server.client, 1, 1))
     # Seen directly, as by a client that has not noticed: what it publishes, and what it answers when it wakes.
     published: list[tuple[int, int]] = []
     ended: list[grpc.StatusCode] = []
@@ -278,7 +277,7 @@ def test_an_orderly_stop_hands_over_at_once(started: Start) -> None:
     leader = routers.await_leader()
     for _ in range(2):
         assert leader.end(signal.SIGTERM) == 0
-        leader = routers.await_leader(but=leader, seconds=15)
+        leader = routers.await_leader(but=leader, seconds=30)
         routers.all = [router for router in routers.all if router.process.poll() is None]
 
 
@@ -324,7 +323,7 @@ def test_a_standby_says_who_leads_and_decides_nothing(started: Start) -> None:
     ]
     for method, request in refused:
         with pytest.raises(grpc.RpcError, match=f"standby; {leader.address} leads") as refusal:
-            method(request, timeout=5)
+            method(request, timeout=60)
         assert refusal.value.code() is grpc.StatusCode.UNAVAILABLE
     for stream in (
         stub.Watch(pb.WatchRequest()),
@@ -349,7 +348,7 @@ def test_without_etcd_nobody_decides_and_nobody_is_fenced(started: Start, fault:
         routers = started(etcd=etcd.url)
         routers.await_leader()
         attention, server = Server(routers, "attention"), Server(routers)
-        until(lambda: complete(attention.client, 1, 1), 20)
+        until(lambda: complete(attention.client, 1, 1))
         before = attention.views[-1]
         etcd.kill() if fault == "killed" else etcd.freeze()
         # The leader steps down before etcd could have ended its lease.
@@ -361,7 +360,7 @@ def test_without_etcd_nobody_decides_and_nobody_is_fenced(started: Start, fault:
         assert not any(each.fenced for each in (attention, server))
         assert server.client.lease_held(), "a router that does not answer never ends a lease"
         etcd.start() if fault == "killed" else etcd.thaw()
-        leader = routers.await_leader(seconds=TTL_S + 20)
+        leader = routers.await_leader(seconds=TTL_S + 60)
         until(lambda: attention.views[-1].term > before.term)
         assert attention.views[-1].epoch > before.epoch
         time.sleep(1.5)
@@ -380,7 +379,7 @@ def test_a_short_absence_of_etcd_changes_no_leader(started: Start) -> None:
         routers = started(2, "--leader-ttl-s", "30", etcd=etcd.url)
         leader = routers.await_leader()
         server = Server(routers)
-        until(lambda: complete(server.client, 1, 1), 20)
+        until(lambda: complete(server.client, 1, 1))
         etcd.kill()
         other = RouterClient(routers.address)
         with pytest.raises(RouterUnavailable, match=r"etcd at .* cannot be used"):
@@ -389,7 +388,7 @@ def test_a_short_absence_of_etcd_changes_no_leader(started: Start) -> None:
         time.sleep(1.5)
         assert not server.fenced, "renewals go on while etcd is away"
         etcd.start()
-        until(lambda: other.status().problem == "", 30)
+        until(lambda: other.status().problem == "")
         assert other.join(pool="expert", address="a", pid=1, host=HOST, **SHAPE).name == "expert/2"
         assert routers.leader() is leader
         assert_one_truth(routers.commits(), 1)
@@ -398,7 +397,7 @@ def test_a_short_absence_of_etcd_changes_no_leader(started: Start) -> None:
 
 
 def status(routers: Routers, router: RouterProcess) -> pb.StatusReply:
-    return routers.stub(router).Status(pb.StatusRequest(), timeout=5, wait_for_ready=True)
+    return routers.stub(router).Status(pb.StatusRequest(), timeout=60, wait_for_ready=True)
 
 
 @pytest.mark.parametrize(
@@ -419,7 +418,7 @@ def test_a_start_that_fails_says_why(flags: list[str], message: str) -> None:
     with os.fdopen(ready) as line:
         said = json.loads(line.readline())
     assert message in said["error"]
-    assert process.wait(timeout=5) == 1
+    assert process.wait(timeout=60) == 1
 
 
 def test_a_store_without_its_address_is_refused() -> None:

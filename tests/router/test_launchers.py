@@ -108,7 +108,7 @@ def order(action: str = "start") -> Order:
 def test_a_command_starts_a_member_and_another_replaces_it_when_it_is_lost(
     started: Callable[..., RouterProcess], launched: Callable[..., subprocess.Popen[bytes]], tmp_path: Path
 ) -> None:
-    router = started("--attention", "0", "--lease-s", "1")
+    router = started("--attention", "0", "--lease-s", "60")
     script = tmp_path / "member.py"
     script.write_text(MEMBER)
     launched(router, "--exec", f"exec {sys.executable} {script}")
@@ -172,7 +172,7 @@ def test_whoever_owns_a_process_elsewhere_reports_its_end_at_once(
 def test_processes_started_elsewhere_join_and_are_ended_under_the_number_in_their_order(
     started: Callable[..., RouterProcess], launched: Callable[..., subprocess.Popen[bytes]], tmp_path: Path
 ) -> None:
-    router = started("--attention", "0", "--lease-s", "1", "--experts", "2", "--replicas", "2")
+    router = started("--attention", "0", "--lease-s", "60", "--experts", "2", "--replicas", "2")
     script = tmp_path / "member.py"
     script.write_text(MEMBER)
     # What a wrapper for another machine does: it remembers what it started by the number of the order.
@@ -233,7 +233,7 @@ def test_a_command_that_fails_is_a_failed_start_and_the_next_waits_longer(
     router = started("--attention", "0")
     record = tmp_path / "record"
     launched(router, "--exec", f"date +%s%N >> {record}; exit 3")
-    until(lambda: record.exists() and len(record.read_text().split()) >= 4, 20)
+    until(lambda: record.exists() and len(record.read_text().split()) >= 4)
     times = [int(line) / 1e9 for line in record.read_text().split()]
     gaps = [later - sooner for sooner, later in itertools.pairwise(times)]
     # The router's waits are 0.5, 1, 2 s: without the reports it would wait 60 s, or not at all.
@@ -248,7 +248,7 @@ def test_a_webhook_is_told_what_to_start_and_its_processes_fill_the_order_from_a
     hook: Hook,
     tmp_path: Path,
 ) -> None:
-    router = started("--attention", "0", "--lease-s", "0.6", "--experts", "2", "--replicas", "2")
+    router = started("--attention", "0", "--lease-s", "2", "--experts", "2", "--replicas", "2")
     key = tmp_path / "key"
     key.write_text("a-secret\n")
     hook.answers = [503, 503]
@@ -292,7 +292,7 @@ def test_a_webhook_that_refuses_is_a_failed_start(
     router = started("--attention", "0")
     hook.answer = 403
     launched(router, "--host", "cloud", "--webhook", hook.url)
-    until(lambda: len(hook.seen) >= 3, 20)
+    until(lambda: len(hook.seen) >= 3)
     assert len({seen["idempotency-key"] for seen in hook.seen}) == len(hook.seen), "403 is not tried again"
 
 
@@ -320,7 +320,7 @@ def test_a_launcher_that_ends_leaves_what_it_started_and_stops_within_a_second(
         until(lambda: [m.state for m in client.status().view.members] == ["serving"])
         with bounded(2.0):
             launcher.send_signal(signal.SIGTERM)
-            assert launcher.wait(timeout=10) == 0
+            assert launcher.wait(timeout=60) == 0
         time.sleep(1.5)
         members = client.status().view.members
     assert [(m.name, m.host) for m in members] == [("expert/1", host_id())]

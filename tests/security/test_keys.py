@@ -46,7 +46,7 @@ def key_of(name: str, **more: Any) -> tuple[str, Key]:
 
 def ask(url: str, key: str, tokens: int = 4, **more: Any) -> httpx.Response:
     body = {"model": "tiny", "prompt": PROMPT, "max_tokens": tokens, "temperature": 0, **more}
-    return httpx.post(url + PLAIN, json=body, headers={"authorization": f"Bearer {key}"}, timeout=20)
+    return httpx.post(url + PLAIN, json=body, headers={"authorization": f"Bearer {key}"}, timeout=60)
 
 
 @pytest.fixture(scope="module")
@@ -336,10 +336,10 @@ def test_keys_change_without_a_restart(guarded: Guarded, alice: tuple[str, Key])
     key, entry = key_of("bob")
     assert ask(guarded.url, key).status_code == 401
     write_keys(guarded.path, [alice[1], entry])
-    eventually(lambda: ask(guarded.url, key).status_code == 200, "the new key is good", 5.0)
+    eventually(lambda: ask(guarded.url, key).status_code == 200, "the new key is good")
     assert ask(guarded.url, alice[0]).status_code == 200
     write_keys(guarded.path, [entry])
-    eventually(lambda: ask(guarded.url, alice[0]).status_code == 401, "the old key is refused", 5.0)
+    eventually(lambda: ask(guarded.url, alice[0]).status_code == 401, "the old key is refused")
     guarded.path.write_text("{")
     time.sleep(1.5)
     assert ask(guarded.url, key).status_code == 200, "a broken file locked everybody out"
@@ -348,7 +348,7 @@ def test_keys_change_without_a_restart(guarded: Guarded, alice: tuple[str, Key])
     assert ask(guarded.url, key).status_code == 200, "a missing file locked everybody out"
     write_keys(guarded.path, [alice[1]])
     guarded.gateway.process.send_signal(signal.SIGHUP)
-    eventually(lambda: ask(guarded.url, key).status_code == 401, "after SIGHUP the revoked key is refused", 5.0)
+    eventually(lambda: ask(guarded.url, key).status_code == 401, "after SIGHUP the revoked key is refused")
     assert ask(guarded.url, alice[0]).status_code == 200
 
 
@@ -422,7 +422,7 @@ def test_neither_key_nor_prompt_is_ever_logged(world: World, tmp_path: Path, for
     httpx.get(guarded.url + "/status", auth=("x", key))
     guarded.path.write_text(json.dumps({"keys": [{"name": key, "sha256": PROMPT}]}))
     guarded.gateway.process.send_signal(signal.SIGHUP)
-    eventually(lambda: ask(guarded.url, key).status_code == 429, "the budget is spent", 60.0)
+    eventually(lambda: ask(guarded.url, key).status_code == 429, "the budget is spent")
     status, log = guarded.gateway.stop()
     assert status == 0
     found = [secret for secret in secrets if secret in log]

@@ -88,11 +88,11 @@ def test_the_gateway_refuses_to_be_open_without_tls_and_keys(world: World, certs
     if host == "0.0.0.0":
         gateway = GatewayProcess(world, "--host", host)
         assert "no TLS (--tls-cert and --tls-key) and no keys (--keys-file)" in gateway.report["error"]
-        assert gateway.process.wait(20) == 1
+        assert gateway.process.wait(60) == 1
         tls = ["--tls-cert", str(certs / "gateway/cert.pem"), "--tls-key", str(certs / "gateway/key.pem")]
         gateway = GatewayProcess(world, "--host", host, *tls)
         assert "has no keys (--keys-file)" in gateway.report["error"]
-        assert gateway.process.wait(20) == 1
+        assert gateway.process.wait(60) == 1
 
 
 def test_a_socket_that_the_launcher_hands_over_is_looked_at_too(world: World) -> None:
@@ -201,7 +201,7 @@ def test_a_renewed_certificate_is_shown_without_a_restart(secure: tuple[Any, str
     make_certs(certs, ["gateway"], hosts=["localhost", "127.0.0.1"])
     for name in ("key.pem", "cert.pem"):
         (folder / name).write_bytes((certs / "gateway" / name).read_bytes())
-    eventually(lambda: serial(port, certs) != before, "the new certificate is shown", 5.0)
+    eventually(lambda: serial(port, certs) != before, "the new certificate is shown")
 
 
 # -- what a listener holds at most
@@ -311,7 +311,7 @@ def test_a_head_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> 
                 second, second_out = await asyncio.open_connection("127.0.0.1", port)
                 slow_out.write(b"GET / HTTP/1.1\r\nx: ")
                 second_out.write(HEAD + b"\r\n")
-                assert b"200 OK" in await asyncio.wait_for(second.readuntil(b"\r\n\r\n"), 10)
+                assert b"200 OK" in await asyncio.wait_for(second.readuntil(b"\r\n\r\n"), 60)
                 second_out.write(HEAD)
                 assert await asyncio.wait_for(silent.read(), 10) == b""
                 assert b" 408 " in await asyncio.wait_for(slow.read(), 10)
@@ -353,14 +353,14 @@ def test_one_connection_too_many_is_closed_with_a_word(plain: str) -> None:
 )
 def test_what_is_asked_is_bounded_before_anything_is_allocated(plain: str, more: dict[str, Any], status: int) -> None:
     asked = {"model": "tiny", "prompt": "abc", "max_tokens": 4, **more}
-    assert httpx.post(plain + "/v1/completions", json=asked, timeout=20).status_code == status
+    assert httpx.post(plain + "/v1/completions", json=asked, timeout=60).status_code == status
 
 
 def test_deep_json_is_refused(plain: str) -> None:
     deep = b'{"model": "tiny", "messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"a": '
     deep += b"[" * 50_000 + b"]" * 50_000 + b"}}"
     reply = httpx.post(
-        plain + "/v1/chat/completions", content=deep, headers={"content-type": "application/json"}, timeout=20
+        plain + "/v1/chat/completions", content=deep, headers={"content-type": "application/json"}, timeout=60
     )
     assert reply.status_code == 400
 

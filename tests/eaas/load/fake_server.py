@@ -183,9 +183,9 @@ def fake_server() -> Iterator[FakeServer]:
     server, ready = FakeServer(), threading.Event()
     thread = threading.Thread(target=server.run, args=(ready,), daemon=True)
     thread.start()
-    ready.wait(10)
+    ready.wait(60)
     try:
         yield server
     finally:
         server.stop()
-        thread.join(10)
+        thread.join(60)

@@ -134,7 +134,7 @@ def test_a_plan_runs_beside_the_load_and_its_faults_are_on_the_time_line(
         began = FaultEvent(at_s=0.0, phase="began", id="f1", kind="kill", targets=("expert/1",), text="killed")
         on_event(began)
         on_event(replace(began, phase="refused", id="", text="no member expert/9"))
-        injected["stopped"] = stop.wait(20)
+        injected["stopped"] = stop.wait(60)
         return []
 
     plan = SimpleNamespace(steps=(1, 2), end_s=20.0)
@@ -161,7 +161,7 @@ def test_a_load_that_ends_before_its_faults_says_so_and_ends_with_1(
     server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run_plan(plan: object, url: str, *, stop: threading.Event, **rest: object) -> None:
-        stop.wait(20)
+        stop.wait(60)
 
     monkeypatch.setattr("eaas.ops.chaos.runner.run_plan", run_plan)
     plan = tmp_path / "late.toml"
