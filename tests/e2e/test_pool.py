@@ -33,6 +33,7 @@ from experts.transfer import Refused
 from router.client import RouterClient
 from tests.e2e.waiting import wait_for
 from tests.experts.steps import to_bits
+from tests.host_stalls import bounded
 
 ROOT = Path(__file__).parents[2]
 CANARY = 7.0
@@ -321,10 +322,8 @@ def test_a_model_that_sleeps_wakes_with_the_call_and_not_with_the_next_renewal(t
         wait_for("sleep", lambda: session.placement.asleep, cluster)
         spoke_s = session.router._spoke_s
         wait_for("a renewal that has just been sent", lambda: session.router._spoke_s != spoke_s, cluster)
-        began_s = time.monotonic()
-        assert rows.apply().tobytes() == rows.out.tobytes()
-        took_s = time.monotonic() - began_s
-        assert took_s < 2.0, f"renewed each 4 s, and it waited {took_s:.2f} s"
+        with bounded(2.0):  # and it is renewed each 4 s
+            assert rows.apply().tobytes() == rows.out.tobytes()
 
 
 @pytest.fixture

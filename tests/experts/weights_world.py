@@ -27,7 +27,7 @@ from tests.experts.checkpoint_files import QWEN3, write_model
 CONFIG = QWEN3 | {"hidden_size": 512, "moe_intermediate_size": 704}
 SHAPE = ExpertShape.from_config(CONFIG)
 PAIRS = [(layer, expert) for layer in range(SHAPE.layers) for expert in range(SHAPE.experts)]
-SOON_S = 10.0
+SOON_S = 60.0
 
 
 def write(directory: Path) -> Path:
