@@ -30,7 +30,9 @@ def test_as_many_experts_as_fit_are_told_and_no_placement_gives_more(
     allocate, every = kind.allocate, LARGE.layers * LARGE.experts
     monkeypatch.setattr(kind, "allocate", lambda **sizes: allocate(**sizes | {"device": "meta"}))
     one_bytes = kind.allocate(slots=1, hidden=LARGE.hidden, intermediate=LARGE.intermediate).expert_bytes
-    backend, free_bytes = GpuBackend(torch.device("cuda")), [0]
+    # Of a GPU, without the context that one of its own would have made.
+    backend, free_bytes = GpuBackend(torch.device("cpu")), [0]
+    backend.device = torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free_bytes[0], 1 << 40))
     wire = WireShape(shape=LARGE, dtype=dtype, model_hash=7)
     with pytest.raises(ValueError, match="0 bytes free, and 80% of that hold no expert"):
