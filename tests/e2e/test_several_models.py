@@ -126,7 +126,12 @@ def is_whole(cluster: LocalCluster, router: RouterClient) -> bool:
 
 
 def test_each_model_answers_as_it_does_alone(cluster: LocalCluster, models: list[Asked], router: RouterClient) -> None:
-    assert [m["id"] for m in httpx.get(f"{cluster.url}/v1/models").json()["data"]] == ["qwen", "mixtral"]
+
+    def listed() -> list[str]:
+        return [model["id"] for model in httpx.get(f"{cluster.url}/v1/models", timeout=60).json()["data"]]
+
+    # A gateway reads the second model's tokenizer once it has seen that there is one.
+    wait_for("both models", lambda: listed() == ["qwen", "mixtral"], cluster)
     wait_for("two replicas of everything", lambda: is_whole(cluster, router), cluster)
     shapes = {(model.layers, model.experts, model.base) for model in router.status().view.models}
     assert shapes == {(4, 8, 0), (4, 6, 32)}
